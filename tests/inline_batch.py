@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,8 +79,8 @@ class InlineTokenizer:
     max_tokens: int | None = None
     closed = 0
 
-    def encode_quickly(self, prompts: Sequence[Any]) -> list[list[int] | Refusal] | None:
-        return [self.encode_alone(prompt) for prompt in prompts]
+    def encode_quickly(self, prompt: Any) -> list[int] | Refusal:
+        return self.encode_alone(prompt)
 
     def encode_alone(self, prompt: Any) -> list[int] | Refusal:
         if isinstance(prompt, str) and "/" in prompt:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests import passes
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
-from zinfer.generation import passes
 
 
 def prefill(engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()) -> Tensor:

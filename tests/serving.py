@@ -137,7 +137,7 @@ class ServedRows(InlineRows):
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
         keys = [(row.owner, row.key) for row in session.added]
-        assert keys == sorted(keys), "rows of a request come in their order"
+        assert sorted(keys, key=lambda key: key[0]) == sorted(keys), "rows of a request come in their order"
         rows = {row.key: row for row in (*self.alive, *self.queue, *session.added)}
         answer = super()._step(session, request)
         return answer.model_copy(update={"rows": [self._with_delta(rows[row.key], row) for row in answer.rows]})

@@ -65,9 +65,9 @@ def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     loaded.close()
 
 
-def opening(kept: str | None) -> BatchStart:
+def opening() -> BatchStart:
     load = Workload(batch_size=1, input_len=32, output_len=10)
-    return BatchStart(load=load, rows=1, arrivals=True, cache_size=1 << 30, folder=kept, folder_size=1 << 30)
+    return BatchStart(load=load, rows=1, arrivals=True, cache_size=1 << 30)
 
 
 @cache
@@ -91,14 +91,13 @@ def talk(
     capsys: pytest.CaptureFixture[str],
     turns: list[str] | None = None,
     dialogue: Dialogue | None = None,
-    kept: str | None = None,
     ignore_eos: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the answers to `TURNS` as JSON, and the other output."""
     messages: list[str] = []
     dialogue = dialogue or dialogue_for(worker)
     limits = 10, worker.session.plan.model.max_position, Sampling(), ignore_eos
-    terminal.talk(worker, dialogue, turns or TURNS, opening(kept), limits, messages.append, as_json=True)
+    terminal.talk(worker, dialogue, turns or TURNS, opening(), limits, messages.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], messages
 
 
@@ -215,34 +214,17 @@ def test_an_engine_without_reuse_says_so_and_answers(
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in kept]
 
 
-def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
+def test_a_pipe_is_a_conversation(
     folder: Path, engine: Engine, checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(folder / "kv"))
-    assert len(list((folder / "kv").iterdir())) == 2
+    earlier, _ = talk(Inline.around(engine), capsys)
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "cpu", "--chat", "--json"]
-    words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]
-    result = zinfer(folder, *words, stdin="Hello there\n\nAnd again\nthird\n")
+    result = zinfer(folder, *words, "--output-len", "10", "--ignore-eos", stdin="Hello there\n\nAnd again\nthird\n")
     assert result.returncode == 0, result.stderr
     answers = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [answer["output_ids"] for answer in answers[:2]] == [answer["output_ids"] for answer in earlier]
-    assert [answer["computed_tokens"] for answer in answers[:2]] == [1, 1]
-    assert [(answer["turn"], answer["prompt"]) for answer in answers] == list(enumerate(TURNS, start=1))
-    assert len(list((folder / "kv").iterdir())) == 3
-    assert result.stderr.count("tokens reloaded, ") == 3
-
-
-def test_pipes_in_place_of_kept_conversations_are_not_waited_for(
-    tmp_path: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
-    for path in (tmp_path / "kv").iterdir():
-        path.unlink()
-        os.mkfifo(path)
-    answers, messages = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in earlier]
-    assert "is not a regular file" in "".join(messages)
-    assert "cannot be written: No such device" in "".join(messages)
+    assert [(answer["turn"], answer["prompt"]) for answer in answers] == list(enumerate(TURNS, start=1))
+    assert result.stderr.count("tokens reloaded, ") == 3
 
 
 def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
@@ -284,7 +266,6 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
     ("words", "message"),
     [
         (["--system", "x"], "--system"),
-        (["--kv-cache-dir", "kv"], "--kv-cache-dir"),
         (["--chat-template", "rag"], "--chat-template is for a conversation"),
         (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),

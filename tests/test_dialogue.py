@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.inline import SPEC
 from zinfer.core.model import ModelError
+from zinfer.generation.detokenizer import common
 from zinfer.generation.dialogue import Dialogue
-from zinfer.generation.radix_tree import common
 from zinfer.generation.tokenizer import byte_tokenizer, decode
 from zinfer.generation.tokenizer_process import TokenizerProcess
 

@@ -89,7 +89,6 @@ def test_tokens_are_those_of_decoding_one_by_one(
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     finished = run(running, [rows[:5], rows[5:6], rows[6:]])
-    assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     assert drafted > 20
     running.end()
@@ -113,7 +112,6 @@ def test_steps_of_the_small_model_are_recorded(
     finished = run(running, [rows])
     assert engine.draft is not None
     assert engine.draft.effective().settings["cuda_graphs"] == "on"
-    assert running.drafts is not None
     assert recorder.replayed > running.drafts.drafted / 5
     assert 0 < running.drafts.accepted < running.drafts.drafted
     assert {row.key: row.output_ids for row in finished} == expected
@@ -159,8 +157,7 @@ def test_rows_come_pause_and_leave(
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
-    running.schedule.ending = 0.5
-    assert running.drafts is not None
+    running.schedule._early = running.schedule._tokens = 1000
     monkeypatch.setattr(running.drafts, "max_drafts", 5)
     propose, calls = running.drafts.propose, Counter[int]()
 
@@ -190,11 +187,11 @@ def test_rows_come_pause_and_leave(
         done += [row for row in running.step() if row.ended]
         drafter = running.drafts.drafter
         assert isinstance(drafter, draft_model.ModelDrafter)
-        resting = {row.key for batch in running.schedule.suspended for row in batch.living}
-        assert not resting & drafter._computed.keys(), "rows in host memory have no memory on the device"
+        resting = {row.key for row in running.schedule.waiting}
+        assert not resting & drafter._computed.keys(), "rows that wait have no memory on the device"
         if not running.running:
             break
-    assert running.schedule.tally.suspended > 0
+    assert running.schedule.tally.yielded > 0
     assert min(moved[name] for name in ("move_rows", "retire", "rollback")) > 3
     running.end()
     assert {row.key: row.output_ids for row in done} == {key: ids for key, ids in expected.items() if key != 3}
@@ -225,10 +222,10 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
         monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{token % 7}>" for token in ids))
         for model in rows:
             model.stop = ("<3><5>", "<2><2>") if ends else ()
-        if running.drafts is not None:
+        if draft != "none":
             running.drafts.max_drafts = max_drafts
         whole = run(running, [rows])
-        accepted += 0 if running.drafts is None else running.drafts.accepted
+        accepted += running.drafts.accepted
         running.end()
         engine.close()
         if not ends:
@@ -249,7 +246,6 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     finished = run(running, [rows])
-    assert running.drafts is not None
     assert 0 < running.drafts.drafted < 3 * 16 * 24
     assert {row.key: row.output_ids for row in finished} == expected
 
@@ -273,7 +269,6 @@ def test_memory_that_is_short_for_drafts_ends_no_row(
 
     monkeypatch.setattr(engine.draft, "forward", short)
     finished = run(running, [rows])
-    assert running.drafts is not None
     assert running.drafts.accepted > 5
     assert {row.key: row.output_ids for row in finished} == expected
 

@@ -15,11 +15,11 @@ from tests.test_parity import MACHINE
 from zinfer.checkpoint.resolve import from_catalogue, from_directory
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
+from zinfer.core.errors import NotFiniteError
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import GREEDY, Sampling, nth_seed
 from zinfer.engine.stream.engine import Stream
 from zinfer.generation import scheduler
-from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer

@@ -281,7 +281,6 @@ def test_drafts_leave_the_tokens_as_they_are(
     expected = test_drafts.answers(engine, rows)
     running = test_drafts.drafting(engine, monkeypatch, expected, wrong)
     finished = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
-    assert running.drafts is not None
     assert running.drafts.accepted > 10
     running.end()
     engine.close()
@@ -302,7 +301,6 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     expected = test_drafts.answers(engine, rows)
     running = test_draft_model.drafting(engine, monkeypatch)
     finished = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
-    assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     drafter = running.drafts.drafter
     assert isinstance(drafter, draft_model.ModelDrafter)

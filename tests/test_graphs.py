@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests import passes, test_continuous, test_drafts, test_ragged
 from tests import test_cache_kinds as kinds
-from tests import test_continuous, test_drafts, test_ragged
 from tests.opened import engines_closed
 from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
@@ -22,7 +22,6 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import attention, graphs
 from zinfer.engine.stream.graphs import TUNED, Run, end_of
 from zinfer.engine.stream.layer_graphs import BY_LAYER
-from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 
 assert engines_closed  # a fixture of all tests

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import passes
 from tests.grid import covering
 from tests.opened import engines_closed
 from tests.running import decode, prefill
@@ -24,7 +25,6 @@ from zinfer.engine.cache import QuantizedLayer, dequantize_kv
 from zinfer.engine.stream.kv import cpu_kernel
 from zinfer.engine.stream.kv.cpu import CpuStore
 from zinfer.engine.stream.kv.pool import HostPool
-from zinfer.generation import passes
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.opened import engines_closed
@@ -19,7 +20,6 @@ from zinfer.core.case import Offload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, make_cache
-from zinfer.generation import passes
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import Placer
 

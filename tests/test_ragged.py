@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.opened import engines_closed
 from tests.test_parity import load
@@ -17,7 +18,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import attention
 from zinfer.engine.stream.kv import cpu_kernel
-from zinfer.generation import passes
 
 assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.opened import engines_closed
@@ -15,7 +16,6 @@ from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
-from zinfer.generation import passes
 
 assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]

@@ -138,13 +138,14 @@ def test_rows_beyond_the_plan_are_marked(tmp_path: Path) -> None:
         point(case(size), 1.0, host_peak_bytes=peak, predicted={"step_ms": step, "host_bytes": 1e9, "ttft_ms": None})
         for size, step, peak in ((4, 950.0, 1_050_000_000), (8, 500.0, 3_000_000_000))
     )
-    store(tmp_path / "results" / "h100" / "a.jsonl", [within, beyond])
-    rows = {row["batch"]: row for row in Report(tmp_path / "results").rows("Results", "batch", "outcome")}
-    assert rows["4"]["beyond the plan"] == ""
-    assert re.fullmatch(r"step 2\.\d\dx, host 3\.00x", rows["8"]["beyond the plan"])
+    store(tmp_path / "results" / "h100" / "a.jsonl", [within])
+    assert "beyond the plan" not in Report(tmp_path / "results").rows("Results", "batch")[0], "an empty column"
+    store(tmp_path / "results" / "h100" / "a.jsonl", [beyond])
+    (row,) = Report(tmp_path / "results").rows("Results", "beyond the plan")
+    assert re.fullmatch(r"step 2\.\d\dx, host 3\.00x", row["beyond the plan"])
 
 
-def test_the_summary_has_a_row_for_each_workload_then_decision_and_risks(report: Report) -> None:
+def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signature(report: Report) -> None:
     (row,) = report.rows("Summary", *SUMMARY)
     assert row["model"] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
     assert (row["machine"], row["configuration"]) == ("h100", "stream none, batch 8")
@@ -152,7 +153,7 @@ def test_the_summary_has_a_row_for_each_workload_then_decision_and_risks(report:
     assert row["tok/s"].startswith(rated(best.output_tok_s or 0))
     assert mentions(row["evidence"], "single run", "3 repeats")
     assert "fastest of 5 configurations" in row["verdict"]
-    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "## 2.")]
+    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "Signature", "## 2.")]
     assert order == sorted(order)
     risks = report.text[order[2] : order[3]]
     assert all(risk in risks for risk in ("3 loads", "dummy", "slice"))
@@ -208,6 +209,25 @@ def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp
     assert less["TTFT p50"] == duration(sorted(few.ttft_ms)[1] / 1e3)
     assert (less["TTFT p90"], less["TPOT p99"]) == ("", ""), "3 repeats, 93 steps"
     assert all("TTFT p99" not in row for row in rows), "a column without a value"
+
+
+def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Report, described: Path) -> None:
+    title = "Memory, bottleneck and other machines"
+    (memory,) = report.rows(title, "GPU measured")
+    assert memory["GPU measured"] == "20.0 GiB"
+    assert memory["GPU predicted"].endswith("GiB")
+    (speed,) = report.rows(title, "bound by", "step predicted")
+    assert speed["bound by"] == "hbm", "its weights do not cross the link"
+    rows = {row["machine"]: row for row in report.rows(title, "error band")}
+    assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} == rows.keys()
+    assert rows["h100"]["configuration"] == "does not fit"
+    words = ("--model", "bloom-176b", "--machine", "h200,gh200-96gb", "--calibrate", described, "--json")
+    planned: dict[str, float] = {}
+    for plan in json.loads(invoke("plan", *words).stdout):
+        name = plan["machine"]["name"]
+        planned[name] = max(planned.get(name, 0.0), plan["output_tok_s"] or 0.0)
+    assert {name: rows[name]["tok/s"] for name in planned} == {name: rated(rate) for name, rate in planned.items()}
+    assert '<tr class="predicted">' in report.page
 
 
 def test_each_failure_is_in_a_table(report: Report) -> None:
@@ -358,7 +378,7 @@ def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> Non
 
 def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
     assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
-    assert Table("", ("a", "#b"), ()).heads == (("a", ""), ("b", "#"))
+    assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
     rows = (Row(("a", "", "1")), Row(("b", "", "")))
     assert Table("", ("name", "#none", "#some"), rows).filled() == Table(
         "", ("name", "#some"), (Row(("a", "1")), Row(("b", "")))

@@ -79,19 +79,16 @@ def test_cells_are_text_with_units() -> None:
 def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     beats: list[float] = []
-    (tmp_path / "kv").mkdir()
     worker = InlineWorker.around(engine, on_progress=lambda _what, share: beats.append(share))
-    request = PrefixReuse(context=40, new_tokens=8, repeats=2, folder=str(tmp_path / "kv"))
+    request = PrefixReuse(context=40, new_tokens=8, repeats=2)
     answer = worker.ask(request)
-    assert [len(samples) for samples in (answer.recompute_ms, answer.memory_ms, answer.disk_ms)] == [2, 2, 2]
+    assert [len(samples) for samples in (answer.recompute_ms, answer.memory_ms)] == [2, 2]
     assert answer.kept_bytes == engine.plan.model.kv_bytes(1, 32)
     assert answer.same_token is True
     assert answer.max_difference is not None
     assert 0 <= answer.max_difference < 1e-3
     assert beats == sorted(beats)
     assert beats[-1] == 1
-    assert not list((tmp_path / "kv").iterdir())
-    assert worker.ask(request.model_copy(update={"folder": None})).disk_ms == ()
     engine.close()
 
 
@@ -105,20 +102,20 @@ def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) 
 
 def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["study", "reuse", "-m", "bloom-tiny", "--context", "16,64,256,4k", "--new-tokens", "8", "--repeats", "2"]
-    result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
+    result = zinfer(folder, *words, "--layers", "2")
     assert result.returncode == 0, result.stderr
     path = folder / "sweeps" / "results" / slug() / "reuse.jsonl"
     (recorded,) = study.read(path, "reuse").runs
     assert recorded.machine == slug()
     points = measured(recorded)
     assert [point.context for point in points] == [16, 64, 256]
-    assert all(len(point.recompute_ms) == len(point.memory_ms) == len(point.disk_ms) == 2 for point in points)
+    assert all(len(point.recompute_ms) == len(point.memory_ms) == 2 for point in points)
     assert recorded.of(Reload)[-1].skipped == "bloom-tiny has 2,048 positions"
     assert recorded.link is not None
     assert "torch" in recorded.versions
     assert points[-1].gain("memory") > 0  # type: ignore[operator]
     assert mentions(result.stdout, "4,096 tokens", "bloom-tiny", "2,048 positions")
-    assert str(verdict(points, "disk")) in result.stdout
+    assert str(verdict(points, "memory")) in result.stdout
     assert "256 tokens measured" in result.stderr
     monkeypatch.chdir(folder)
     drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests import test_experts
+from tests import passes, test_experts
 from tests.checkpoints import save_config
 from tests.results import routing_run
 from tests.test_experts import MIXTURES
@@ -17,7 +17,6 @@ from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.engine.stream.experts.pool import ExpertCache, Policy
-from zinfer.generation import passes
 from zinfer.record import study
 from zinfer.record.study import Hits, Touched
 from zinfer.worker import routing

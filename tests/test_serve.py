@@ -229,7 +229,7 @@ def test_conversations_that_fail_harm_no_other(
             assert "more than 1 s of CPU time" in answer["error"]["message"]
         assert ask("hi")[0] == 200
         assert server.ask("/health")[0] == 200
-        many = [{"role": "user", "content": "x" * 5000}] * 3
+        many = [{"role": "user", "content": "x" * 15000}]
         status, answer, _ = server.ask("/v1/chat/completions", {"messages": many})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         status, answer, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "u", "content": ""}] * 10_001})
@@ -241,9 +241,9 @@ def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: p
     tokenizer, read = TokenizerProcess(plan.model), list[str]()
     quickly = tokenizer.encode_quickly
 
-    def watched(prompts: Any) -> Any:
-        read.extend(prompts)
-        return quickly(prompts)
+    def watched(prompt: Any) -> Any:
+        read.append(prompt)
+        return quickly(prompt)
 
     monkeypatch.setattr(tokenizer, "encode_quickly", watched)
     with serving(plan, lambda: InlineWorker(Stream), tokenizer=tokenizer) as server:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import PATIENCE_S, quantized
+from tests import PATIENCE_S, passes, quantized
 from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.checkpoint import resolve
@@ -23,7 +23,6 @@ from zinfer.engine.ranks import Leader
 from zinfer.engine.stream.team import StreamMember
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
-from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
 

@@ -26,7 +26,6 @@ ALLOWED = {
     "worker.process:Worker.__init__": "an unnamed temporary file",
     "worker.probe:_probe_disks": "an unnamed temporary file",
     "worker.teacher_forcing:logits_record": "logits, in an owned folder",
-    "worker.prefix_reuse:prefix_reuse": "removes its file in an owned folder",
     "engine.direct:StripedWriter.__init__": "layers, in owned folders",
     "engine.direct:StripedWriter.write": "layers, in owned folders",
     "engine.stream.kv.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",
@@ -40,8 +39,6 @@ ALLOWED = {
     "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
-    "generation.prefix_cache:PrefixCache._list": "removes unfinished files of an earlier version",
-    "generation.prefix_cache:PrefixCache._room_on_disk": "removes the oldest kept conversations",
 }
 WRITING = {"w", "a", "x", "+"}
 METHODS = {

@@ -25,7 +25,7 @@ from zinfer.job.batch.merge import merge as merge_shards
 from zinfer.job.batch.nodes import answer_on_nodes
 from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal
 from zinfer.job.batch.rows import requests_of, split
-from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
+from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted
@@ -173,11 +173,9 @@ def _run(
 
 @contextmanager
 def _ended_in_order(watch: Watch) -> Iterator[None]:
-    """Exit with one line where a job fails or is interrupted."""
+    """Exit with one line where a job is interrupted."""
     try:
         yield
-    except JobFailed as failed:
-        raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
         watch.message("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None

@@ -33,8 +33,6 @@ chat_options = together(  # that only a conversation has
     option("--system", str, "System message, before the first turn."),
     chat_template,
     option("--kv-cache-size", SIZE, "Most host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
-    option("--kv-cache-dir", click.Path(file_okay=False), "Folder that also keeps the KV caches."),
-    option("--kv-cache-dir-size", SIZE, "Most disk space for --kv-cache-dir, as 8GiB.", default="64GiB"),
 )
 
 
@@ -123,16 +121,11 @@ def talk(
     if not dialogue.template:
         on_message("the model has no chat template: turns and answers follow each other as they are")
     started = worker.ask(opening)
-    for note in started.notes:
-        on_message(note)
     if started.cannot_reuse is not None:
         on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
 
     def step(*requests: Request, **fields: Any) -> BatchStepped:
-        stepped = worker.step(requests, answer_s=0, **fields)
-        for note in stepped.notes:
-            on_message(note)
-        return stepped
+        return worker.step(requests, answer_s=0, **fields)
 
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)

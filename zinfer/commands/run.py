@@ -57,12 +57,12 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
-    stays in host memory, and in --kv-cache-dir, so that a turn computes only its new tokens. Ctrl-C ends an answer.
+    stays in host memory, so that a turn computes only its new tokens. Ctrl-C ends an answer.
 
     \b
     zinfer run --model ./my-checkpoint --prompt "Once upon a time"
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
-    zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
+    zinfer run --model ./my-checkpoint --chat
     """
     prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
     _check_options(chat, batch_size, how["temperature"])
@@ -94,10 +94,8 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
-                    kept = {"cache_size": how["kv_cache_size"], "folder": how["kv_cache_dir"]}
-                    kept["folder_size"] = how["kv_cache_dir_size"]
                     room = largest_load(planner, [(length, output_len)], 1)
-                    opening = BatchStart(load=room, rows=1, arrivals=True, **kept)
+                    opening = BatchStart(load=room, rows=1, arrivals=True, cache_size=how["kv_cache_size"])
                     limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
                         talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
@@ -223,7 +221,7 @@ def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
 
 def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
     """Raise UsageError for options that exclude each other or have no effect."""
-    of_a_chat = ("system", "chat_template", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")
+    of_a_chat = ("system", "chat_template", "kv_cache_size")
     typed = options.typed()
     if not chat and (given := [typed[name] for name in of_a_chat if name in typed]):
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")

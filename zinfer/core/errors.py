@@ -40,6 +40,13 @@ class ZinferError(ValueError):
 E = TypeVar("E", bound=ZinferError)
 
 
+class NotFiniteError(ZinferError):
+    """Logits that are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's output is not a number")
+
+
 def environment_error(error: E) -> E:
     """Give `error` the exit code of this machine (missing package, no network)."""
     error.exit_code = ENVIRONMENT

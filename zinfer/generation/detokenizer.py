@@ -1,6 +1,6 @@
 """Text of a growing sequence, for stops and for streams."""
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zinfer.generation import tuning
@@ -17,7 +17,7 @@ class RunningText:
         self._settled, self._text, self._head = 0, "", ""  # first tokens, their text, and that of the last of them
         self._latest: tuple[int, str] = 0, ""  # all tokens at the last time, and their text
 
-    def of(self, tokenizer: "Tokenizer", ids: list[int], before: Several[int]) -> str:
+    def of(self, tokenizer: "Tokenizer", ids: list[int], before: Sequence[int]) -> str:
         """Return the text of `ids`, which continues that of `before`."""
         if self._latest[0] == len(ids):
             return self._latest[1]
@@ -43,3 +43,11 @@ def before_a_stop(text: str, stops: tuple[str, ...]) -> str:
             start = text.find(stop[0], start + 1)
         end = start if 0 <= start < end else end
     return text[:end]
+
+
+def common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(index for index in range(length) if first[index] != second[index])

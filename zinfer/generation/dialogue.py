@@ -13,8 +13,7 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 
 class Dialogue:
     """Turns of a user and answers, formatted by the chat template. Without one they are joined. Raises ModelError where
-    the model has several chat templates, and none was chosen.
-    """
+    the model has several chat templates, and none was chosen."""
 
     def __init__(self, tokenizer: TokenizerProcess, system: str | None = None) -> None:
         self._tokenizer, self.template = tokenizer, tokenizer.facts.template

@@ -1,18 +1,17 @@
-"""Drafts of a small model that stays on the device. This is speculative decoding with a draft model (Leviathan et al.
-2023).
+"""Drafts of a small model that stays on the device: speculative decoding (Leviathan et al. 2023).
 
-Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget rejected drafts,
-and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the ring goes
-on bringing weights.
-
-Each token is drawn by the sampler with the waiting times that the row has for its place, as the large model's will be
-(`zinfer.generation.sampling`): so both draw the same one often, and the text is that without drafts.
+Its engine keeps the running rows in one micro-batch, whatever the scheduler has. It works on a CUDA stream of its own,
+between the passes and during the first of a row, while the ring goes on bringing weights. Each token is drawn by the
+sampler with the waiting times that the row has for its place, as the large model's will be: so both draw the same one
+often, and the text is that without drafts.
 """
 
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +21,15 @@ from zinfer.core.request import GREEDY
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import to_device
 from zinfer.generation import tuning
+from zinfer.generation.detokenizer import common
 from zinfer.generation.drafts import Drafter, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.sequence import Sequence
-from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.generation.tokenizer import load_tokenizer
 
 
 class ModelDrafter:
-    """Drafts of `engine`'s model, for a model with `vocab_size` tokens. Rows that are longer than its positions get
-    none.
-    """
+    """Drafts of `engine`'s model, for a model with `vocab_size` tokens. Rows longer than its positions get none."""
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine, self._spec = engine, engine.plan.model
@@ -116,7 +114,7 @@ class ModelDrafter:
         self._parts.append((batch, [*new]))
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
-    def _drop_rejected(self, ids_by_key: Mapping[int, Several[int]]) -> None:
+    def _drop_rejected(self, ids_by_key: Mapping[int, list[int]]) -> None:
         """Forget rejected drafts, and discard rows that lack too many tokens. `ids_by_key` has rows with drafts."""
         if not self._parts:
             return
@@ -125,12 +123,8 @@ class ModelDrafter:
         for key in keys:
             right = 0
             if key is not None:
-                ahead, known_ids, computed = self._ahead.get(key, []), ids_by_key.get(key, ()), self._computed[key]
-                while (
-                    right < min(len(ahead), len(known_ids) - 1 - computed)
-                    and known_ids[computed + right] == ahead[right]
-                ):
-                    right += 1
+                ahead, known_ids, computed = self._ahead.get(key, []), ids_by_key.get(key, []), self._computed[key]
+                right = common(ahead, known_ids[computed:-1])
                 self._computed[key] += right
             kept.append(right)
         self._ahead = {}
@@ -214,15 +208,16 @@ def check_same_tokens(spec: ModelSpec) -> None:
     """Raise ModelError unless `spec`'s draft model has the same tokens. Special ones are included."""
     if spec.draft is None:
         return
-    with TokenizerProcess(spec) as large, TokenizerProcess(spec.draft) as small:
-        (ours, special), (theirs, others) = large.vocabulary(), small.vocabulary()
+    folders = [None if model.directory is None else Path(model.directory) for model in (spec, spec.draft)]
+    hf: list[Any] = [load_tokenizer(folder) for folder in folders]
+    ours, theirs = (tokenizer.get_vocab() for tokenizer in hf)
+    special, others = ({n for n, token in model.added_tokens_decoder.items() if token.special} for model in hf)
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
     differing += [token for token in theirs if token not in ours]
     why = ""
     if differing:
         why = f"{len(differing):,} of {len(ours):,} tokens differ, such as {min(differing)!r}"
     elif special != others:
-        either = {*special} ^ {*others}
-        why = f"the special tokens differ: {sorted(token for token, number in ours.items() if number in either)}"
+        why = f"the special tokens differ: {sorted(t for t, number in ours.items() if number in special ^ others)}"
     if why:
         raise ModelError(f"{spec.draft.name} cannot draft for {spec.name}: they have other tokenizers ({why[:200]})")

@@ -1,20 +1,14 @@
 """Drafts: tokens guessed ahead, which one pass verifies together (speculative decoding).
 
-A pass of streamed weights takes as long as the link needs, whatever it computes; so verifying several tokens of a row
-costs next to nothing, and each draft that is right is a token that needs no pass of its own. `NgramDrafter` guesses
-without a model: what followed the last tokens when they occurred before, in the prompt or in the answer (prompt lookup
-decoding). `zinfer.generation.draft_model.ModelDrafter` asks a small model.
+A pass of streamed weights takes as long as the link needs, whatever it computes; so each draft that is right is a token
+that needs no pass of its own. `NgramDrafter` guesses without a model: what followed the last tokens when they occurred
+before (prompt lookup decoding). `zinfer.generation.draft_model.ModelDrafter` asks a small model.
 
 A row's tokens are the same with drafts and without. The sampler chooses a token for every position of the pass as it
 would have, one by one (`zinfer.generation.sampling`: the chance that decides belongs to the row's seed and the place);
 drafts are kept up to the first that differs from the choice. For a draft that is one token, not a distribution, this is
-the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192): it is accepted with its probability, and otherwise
-the token is drawn from the others. A model that drafts draws by the same chance, and so the same token nearly as often
-as rejection sampling of its distribution would accept one. That would let the text of a seed depend on the number of
-drafts in each pass, and with it on measured times; this drafter does not.
-
-The number of drafts follows acceptance: `Drafts` weighs each row's next drafts by their chance, and a pass takes
-those that are worth it: within the work that hides behind the link, by the seconds of passes with drafts and without.
+the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192). A model that drafts draws by the same chance, and so
+the same token nearly as often as rejection sampling would accept one; but the text does not depend on measured times.
 """
 
 import time
@@ -41,13 +35,11 @@ class Drafter(Protocol):
     def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
         """Return up to `counts` tokens for some of `rows`, by key."""
 
-    def discard(self, key: int) -> None:
-        """Discard a row."""
+    def discard(self, key: int) -> None: ...
 
 
 class NgramDrafter:
-    """Drafts from a row's own tokens: tokens that followed its last tokens when they occurred
-    for the last time before. Where a repetition reaches the end, it goes on."""
+    """Drafts from a row's own tokens. Where a repetition reaches the end, it goes on."""
 
     token_s = None  # it takes no time
 
@@ -93,9 +85,6 @@ class _Record:
     def age(self) -> None:
         self.verified, self.accepted = tuning.DRAFTS.memory * self.verified, tuning.DRAFTS.memory * self.accepted
 
-    def add(self, verified: int, accepted: int) -> None:
-        self.verified, self.accepted = self.verified + verified, self.accepted + accepted
-
 
 @dataclass
 class Drafts:
@@ -111,11 +100,7 @@ class Drafts:
     _all: _Record = field(default_factory=_Record)  # of all rows
     _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # of passes with drafts
     _with_drafts: bool = False  # the pass under way
-    _rows: int = 0  # of that pass
-    _right: int = 0  # drafts of it that were right
-    _until_plain: float = field(
-        default_factory=lambda: tuning.DRAFTS.first_plain
-    )  # passes without a right draft until one without drafts is measured again
+    _until_plain: int = field(default_factory=lambda: tuning.DRAFTS.first_plain)  # passes until one is without drafts
     _pause: int = 0  # passes to come without drafts, since they take longer than they gain
     _next_pause: int = 1
 
@@ -125,16 +110,14 @@ class Drafts:
         return seconds[len(seconds) // 2] if seconds else None
 
     def propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
-        """Return the drafts of a pass, by key of its running rows; none where none are worth their work. A pass
-        computes as many positions in every row as in the one with most drafts: `room` is the number of rows times
-        drafts that there is time for, `limits` each row's maximum. There are as many as give the most tokens a second,
-        by the seconds of passes with drafts and without, and of drafting. If there are none, a single one is tried now
-        and then, since texts and times change."""
+        """Return the drafts of a pass, by key of its running rows. `room` is the number of rows times drafts that there
+        is time for, `limits` each row's maximum. There are as many as give the most tokens a second, by the seconds of
+        passes with drafts and without, and of drafting. If there are none, a single one is tried now and then."""
         if self._with_drafts:
             self._all.age()
-            self._until_plain -= self._rows / (self._rows + self._right)
+            self._until_plain -= 1
         proposed = self._propose(rows, limits, room)
-        self._with_drafts, self._rows, self._right = bool(proposed), len(rows), 0
+        self._with_drafts = bool(proposed)
         return proposed
 
     def _propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
@@ -149,25 +132,22 @@ class Drafts:
         self.seconds += seconds
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
             self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
-        gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
-        count = max(
-            (index + 1 for index, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
+        gains, least = (
+            self._gains({key: len(drafts) for key, drafts in proposed.items()}),
+            tuning.DRAFTS.worth * len(rows),
         )
+        count = max((index for index, gain in enumerate(gains, 1) if gain >= least), default=1)
         return {key: drafts[:count] for key, drafts in proposed.items()}
 
-    def _record(self, key: int) -> _Record:
-        return self._records.setdefault(key, _Record())
-
     def _chance(self, key: int) -> float:
-        """Return the chance of a row's draft. A row of which none was verified expects what the others had; where
-        drafting takes no time, it is tried in any case."""
-        record, others = self._record(key), self._all.chance(tuning.DRAFTS.first_chance)
+        """Return the chance of a row's draft: at first what the others had, and not less than is worth a free try."""
+        record, others = self._records.get(key, _Record()), self._all.chance(tuning.DRAFTS.first_chance)
         if not record.verified and self.drafter.token_s is None:
             return max(others, tuning.DRAFTS.min_first_chance)
         return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
-        """Return the expected tokens from all rows' first, second, .. drafts. `counts` has each row's drafts."""
+        """Return the expected tokens from all rows' first, second, .. drafts."""
         chances = {key: self._chance(key) for key in counts}
         return [
             sum(chances[key] ** (index + 1) for key, count in counts.items() if count > index)
@@ -175,8 +155,7 @@ class Drafts:
         ]
 
     def _worth(self, counts: Mapping[int, int], rows: int) -> int:
-        """Return the draft length that maximises tokens per second. It is 0 during a pause, and where a pass without
-        drafts is to be measured."""
+        """Return the draft length that maximises tokens per second; 0 where a pass is to be without drafts."""
         token_s, plain_s, drafted_s = self.drafter.token_s or 0.0, self._pass_s(False), self._pass_s(True)
         if self._pause:
             self._pause -= 1
@@ -212,17 +191,16 @@ class Drafts:
             self._until_plain = max(self._until_plain, tuning.DRAFTS.plain)
 
     def observe(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
-        """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those
-        behind it. With `given_up` the next one was right, too, but another row's was not."""
+        """Note that `accepted` of `drafted` tokens of a row were right. With `given_up` the next one was right, too,
+        but another row's was not."""
         self.drafted += drafted
         self.accepted += accepted
-        self._right += accepted
         checked = accepted if given_up else min(drafted, accepted + 1)
         self.checked += checked
-        self._all.add(checked, accepted)
-        record = self._record(key)
+        record = self._records.setdefault(key, _Record())
         record.age()
-        record.add(checked, accepted)
+        for counts in (self._all, record):
+            counts.verified, counts.accepted = counts.verified + checked, counts.accepted + accepted
 
     def discard(self, key: int) -> None:
         """Discard a row."""

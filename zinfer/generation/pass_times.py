@@ -21,9 +21,8 @@ class PassLoad(NamedTuple):
 
 
 class PassTimes:
-    """Seconds of a pass: link, launches on the CPU, and computing, which overlap. If the plan knows
-    no seconds, a pass takes `tokens` prompt tokens and its rows. With `joins` the decode steps of all micro-batches
-    share a forward pass, and only attention is launched for each."""
+    """Seconds of a pass: link, launches on the CPU, and computing, which overlap. If the plan knows no seconds, a pass
+    takes `tokens` prompt tokens and its rows. With `joins` decode steps share a forward pass but for attention."""
 
     def __init__(
         self, placement: Placement, model: ModelSpec, machine: Machine, length: int = 256, joins: bool = False
@@ -52,11 +51,6 @@ class PassTimes:
             self._launch_s = tuned.pass_s + tuned.launch_s * model.num_layers
             self._joined_s = tuned.joined_s * model.num_layers
 
-    @property
-    def known(self) -> bool:
-        """True if the plan knows the seconds of a pass."""
-        return self._prompt_s > 0
-
     def _forwards(self, load: PassLoad) -> int:
         """Return the number of the model's forward passes in a pass."""
         return load.prompts + (min(1, load.batches) if self.joins else load.batches)
@@ -80,13 +74,13 @@ class PassTimes:
 
     def room(self, load: PassLoad) -> int:
         """Return how many prompt tokens hide behind the link, next to `load`; none if launching takes as long."""
-        if not self.known:
+        if not self._prompt_s:
             return self.tokens
         return 0 if self.launch_seconds(load) > self.link_s else self._hidden_tokens(load)
 
     def room_for_drafts(self, load: PassLoad) -> int:
         """Return how many tokens more hide behind the link, next to `load`. Running rows have them."""
-        return self._hidden_tokens(load) if self.known else 1 << 30
+        return self._hidden_tokens(load) if self._prompt_s else 1 << 30
 
     def _hidden_tokens(self, load: PassLoad) -> int:
         return max(0, int((self.link_s - self.compute_seconds(load)) / self._prompt_s))
@@ -97,23 +91,19 @@ class PassTimes:
 
     def tokens_in(self, seconds: float) -> int:
         """Return the prompt tokens computed in `seconds`; none if the plan does not know."""
-        return int(seconds / self._prompt_s) if self.known else 0
+        return int(seconds / self._prompt_s) if self._prompt_s else 0
 
     @property
     def max_batches(self) -> int:
         """Micro-batches whose launches leave the pass time for other work."""
         tuned, each = tuning.TUNED, self._batch_s
-        return (
-            min(tuned.many_batches, max(2, int(tuned.batches_share * self.link_s / each)))
-            if each
-            else tuned.few_batches
-        )
+        if not each:
+            return tuned.few_batches
+        return min(tuned.many_batches, max(2, int(tuned.batches_share * self.link_s / each)))
 
     @property
     def max_host_batches(self) -> int:
-        """Maximum of micro-batches in host memory, which share a forward pass. More of them than on the device:
-        merging two takes keys and values over the link and back, which costs as much as many passes with one
-        micro-batch more."""
+        """Maximum of micro-batches in host memory. They share a forward pass, and are slow to merge."""
         tuned, each = tuning.TUNED, self._joined_s
         return max(self.max_batches, int(tuned.batches_share * self.link_s / each)) if each else tuned.many_batches
 
@@ -124,8 +114,8 @@ class PassTimes:
 
     def merge_gain(self, positions: int, added: int, left: int, other: int) -> float:
         """Return the seconds saved by merging two micro-batches. Their rows get up to `left` and `other` more tokens.
-        Saved are launches for as long as both run; reading the `added` positions of padding costs, and copying all
-        `positions` now, and again when the rows that end first leave a gap."""
+        Reading the `added` positions of padding costs, and copying all `positions` now, and again when the rows that
+        end first leave a gap."""
         each, tuned = self._batch_s, tuning.TUNED
         if not each:  # not known: fewer micro-batches are better
             return 1.0
@@ -138,12 +128,11 @@ class PassTimes:
         if self._warming:
             self._warming -= 1
             return
-        if not self.known or seconds <= 0:
+        if not self._prompt_s or seconds <= 0:
             return
         self._recent = [*self._recent[1 - tuning.TUNED.recent :], (load, seconds)]
-        load, seconds = sorted(self._recent, key=lambda timed: timed[1] / self.seconds(timed[0]))[
-            len(self._recent) // 2
-        ]
+        ranked = sorted(self._recent, key=lambda timed: timed[1] / self.seconds(timed[0]))
+        load, seconds = ranked[len(ranked) // 2]
         work = self.work_seconds(load)
         if work < 0.5 * self.link_s:  # the link's seconds show
             self.link_s *= min(2.0, max(0.5, seconds / self.link_s)) ** 0.25

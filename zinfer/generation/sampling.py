@@ -1,43 +1,27 @@
 """The sampler: the next token of each row from its logits, greedy or drawn.
 
 A drawn token is the winner of a race: each token has a waiting time, exponentially distributed, divided by its
-probability, and the shortest wins. So each wins with its probability (the exponential form of the Gumbel-max trick,
-Maddison et al. 2014, arXiv:1411.0030). The waiting times are hashes of the row's seed, the place in the row's output,
-and the token. So a row continues in the same way whatever batch it is in, and after a restart.
-
-Two models whose tokens are drawn with the same waiting times draw the same token often: with a chance of at least
-(1 - d) / (1 + d), where d is the total variation distance of their distributions (Daliri et al. 2024,
-arXiv:2408.07978). So a model drafts for another one, whose tokens do not depend on that (`zinfer.generation.drafts`).
+probability, and the shortest wins (the exponential form of the Gumbel-max trick, Maddison et al. 2014,
+arXiv:1411.0030). The waiting times are hashes of the row's seed, the place in the row's output, and the token. So a row
+continues in the same way whatever batch it is in, and after a restart; and two models whose tokens are drawn with the
+same waiting times draw the same token often (Daliri et al. 2024, arXiv:2408.07978), which drafts live on.
 """
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from zinfer.core.errors import ZinferError
+import torch
+from torch import Tensor
+
 from zinfer.core.request import Sampling
-
-if TYPE_CHECKING:  # the parent process, which has no torch, imports `Sampling`
-    from torch import Tensor, device
+from zinfer.engine.transfer import to_device
 
 CHUNK = 1 << 23  # logits that are sampled from at once: sorting takes several times their memory
 
 
-class NotFiniteError(ZinferError):
-    """Logits that are not numbers."""
-
-    def __init__(self) -> None:
-        super().__init__("the model's output is not a number")
-
-
-def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: "device") -> "Tensor":
-    """Return exponentially distributed numbers for each row's tokens, float32 ``[n, size]``: always the same for a
-    row's seed, its place, and a token.
-    """
-    import torch
-
-    from zinfer.engine.transfer import to_device
-
+def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """Return exponentially distributed numbers, float32 ``[n, size]``: the same for a row's seed, place and token."""
     words = []
     for sampling, index in zip(samplings, places, strict=True):
         digest = blake2b(f"{sampling.seed}/{index}".encode(), digest_size=8).digest()
@@ -47,7 +31,7 @@ def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: in
     return -torch.log1p(-((hashed.float() + 0.5) / 2**32).clamp(max=1 - 2**-24))  # finite
 
 
-def _mixed(numbers: "Tensor") -> "Tensor":
+def _mixed(numbers: Tensor) -> Tensor:
     """Hash numbers of 32 bits one-to-one, in place: products stay within 64 bits."""
     for _ in range(2):
         numbers.bitwise_xor_(numbers >> 16).mul_(0x45D9F3B).bitwise_and_(0xFFFFFFFF)
@@ -55,21 +39,15 @@ def _mixed(numbers: "Tensor") -> "Tensor":
 
 
 class Score(NamedTuple):
-    """Log-probability of a token, and the likeliest tokens. Both are in nats, the latter best first."""
+    """Log-probability of a token, in nats, and the likeliest tokens, best first."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
-    """Score `tokens`, one for each row of ``[n, V]`` logits. Each score comes with the `count` likeliest tokens;
-    temperature and nucleus play no part in them.
-    """
-    import torch
-
-    from zinfer.engine.transfer import to_device
-
+def scores(logits: Tensor, tokens: Sequence[int], count: int) -> list[Score]:
+    """Score `tokens`, one for each row of ``[n, V]`` logits; with the `count` likeliest, by the model alone."""
     token_scores: list[Score] = []
     size = max(1, CHUNK // logits.shape[-1])
     for start in range(0, len(tokens), size):
@@ -82,22 +60,16 @@ def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
     return token_scores
 
 
-def greedy(logits: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Return the likeliest ids ``[B]`` of ``[B, V]`` logits, and validity. Valid logits are numbers. The first of equal
-    logits counts.
-    """
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest ids of ``[B, V]`` logits; whether these are numbers."""
     best, ids = logits.max(-1)
     return ids, best.isfinite()
 
 
-def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]) -> "tuple[Tensor, Tensor]":
-    """Choose the next token of each row of ``[B, V]`` logits. Returns the ids, ``[B]``, and whether the logits are
-    numbers, ``[B]``. `places` are the tokens that each row's output has so far. With a nucleus, tokens outside of it
-    take no part in the race (Holtzman et al. 2020, arXiv:1904.09751)."""
-    import torch
-
-    from zinfer.engine.transfer import to_device
-
+def choose(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Choose the next token of each row of ``[B, V]`` logits; return ids, and whether the logits are numbers. `places`
+    are the tokens that each row's output has so far. Tokens outside of a nucleus take no part in the race (Holtzman et
+    al. 2020, arXiv:1904.09751)."""
     ids, finite = greedy(logits)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     size = max(1, CHUNK // logits.shape[-1])
@@ -110,13 +82,10 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
     return ids, finite
 
 
-def _draw(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int], nucleus: bool) -> "Tensor":
+def _draw(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int], nucleus: bool) -> Tensor:
     """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. All rows have a nucleus, or none."""
-    import torch
 
-    from zinfer.engine.transfer import to_device
-
-    def column(values: list[float]) -> "Tensor":
+    def column(values: list[float]) -> Tensor:
         return to_device(torch.tensor(values), logits.device)[:, None]
 
     best = logits.max(-1, keepdim=True).values.float()

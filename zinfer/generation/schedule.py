@@ -4,20 +4,18 @@ A pass of streamed weights takes as long as the link needs for them, whatever it
 carries a token for every running row and chunks of waiting prompts, up to the work that hides behind the
 link. Rows begin and end at every pass (Orca, Yu et al. 2022); chunks of prompts as in Sarathi-Serve (arXiv:2403.02310).
 
-Rows live in rectangles, the micro-batches of an engine: `PlannedBatch` is the plan of one. A row that has ended, and
-the padding of a row shorter than the longest, is read at every step all the same; so micro-batches are made of rows of
-like length, and are merged and compacted where that is worth more than it costs. Room for tokens still to come is
-reserved in steps. Nothing that is computed is computed again, unless the engine can neither keep nor move it.
+Rows live in rectangles, the micro-batches of an engine: `PlannedBatch` is the plan of one. Padding, and rows that have
+ended, are read at every step all the same; so micro-batches are made of rows of like length, and are merged and
+compacted where that is worth more than it costs. Room for tokens still to come is reserved in steps; where it runs out,
+rows give way, wait again, and are computed again but for prefixes that are kept.
 
-Rows of requests that arrive share the memory by request, not by arrival: the next row to begin is one of the request
-that has fewest. Where there is no room for it, a request with more than a quarter of the rows gives some up, which go
-on later with the tokens that they have.
+Rows of requests that arrive share the memory by request: the next row to begin is one of the request that has fewest.
+Where there is no room for it, a request with more than a quarter of the rows gives some up.
 
 This module runs no model: `Schedule.plan` returns the `Move`s and the works of a pass, which
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
@@ -25,7 +23,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 from math import ceil
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import plan_options
@@ -40,21 +41,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zinfer.engine.base import MicroBatch
-    from zinfer.engine.kv_snapshot import KVSnapshot
 
+NONE: Mapping[int, int] = MappingProxyType({})
 # Numbers of passes from now at which memory is counted, up to more than any row has tokens
-_TIMES = (0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step, passes * 3 // 2)))
+_TIMES = np.array([0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step, passes * 3 // 2))])
 
 
 class PlannedBatch:
     """Plan of a micro-batch: `rows`, None where one has ended, and their positions. Of `width` positions of known
     tokens, padding included, `length` are computed; `capacity` are reserved. `tokens` counts each row's known tokens.
     `on_host` tells that some of its KV cache is in host memory, so that moving it is slow. `micro_batch` is the
-    engine's, and `snapshot` its KV cache while it is suspended."""
+    engine's."""
 
     on_host = False
     micro_batch: "MicroBatch | None" = None
-    snapshot: "KVSnapshot | None" = None
 
     def __init__(
         self, rows: Several[Sequence | None], tokens: Several[int], width: int, capacity: int, length: int = 0
@@ -132,16 +132,12 @@ class PlannedBatch:
         return max((row.left for row in self.living), default=0)
 
 
-MoveKind = Literal["admit", "move_rows", "split", "retire", "suspend", "resume", "recompute", "yield"]
-
-
 class Move(NamedTuple):
-    """Change of micro-batches before a pass. `admit`, `move_rows` and `split` make `batch`, the latter two of rows, by
-    index, of `sources`. The first `length` positions of an admitted batch are not computed, but taken from kept
-    prefixes. `suspend` moves the KV cache to host memory, and `resume` brings it back. `retire` and `recompute` free
-    it; `yield` frees that of the rows of `batch`, which are in a source, and wait again."""
+    """Change of micro-batches before a pass. `admit` and `move_rows` make `batch`, the latter of rows, by index, of
+    `sources`. The first `length` positions of an admitted batch are not computed, but come from kept prefixes. `retire`
+    frees it; `yield` frees the rows of `batch`, which are in a source, and wait again."""
 
-    kind: MoveKind
+    kind: Literal["admit", "move_rows", "retire", "yield"]
     batch: PlannedBatch
     sources: tuple[tuple[PlannedBatch, tuple[int, ...]], ...] = ()
 
@@ -167,7 +163,6 @@ class Abilities(NamedTuple):
     one_pass: bool = True
     chunks: bool = True
     regroups: bool | Literal["rarely"] = True
-    snapshots: bool = True
     pads: bool = True
 
 
@@ -190,18 +185,11 @@ class Tally:
     computed: int = 0  # positions
     again: int = 0  # positions computed more than once
     prompts: int = 0  # positions of prompts that were computed, padding included
-    prompt_padding: int = 0
     merged: int = 0
-    suspended: int = 0
-    yielded: int = 0  # rows that gave way to other requests
+    yielded: int = 0  # rows that gave way to others
     retries: int = 0  # passes, or moves before them, that ran out of memory
     drafted: int = 0  # tokens that were verified
     accepted: int = 0
-
-    @property
-    def padding(self) -> float:
-        """Share of the KV cache read that is padding."""
-        return self.padded / self.read if self.read else 0.0
 
 
 def load_of_pass(works: Several[PlannedWork]) -> PassLoad:
@@ -218,12 +206,11 @@ def load_of_pass(works: Several[PlannedWork]) -> PassLoad:
 
 @dataclass
 class Schedule:
-    """The rows that wait and run, and the plan of each pass. Call `plan`, carry it out, then `done` with its works,
-    seconds and the rows that got a token and ended. With `arrivals` requests share the rows, in the order in which they
-    came; otherwise like rows begin together. `ending` is the chance that a row ends at a token before its limit.
-    `slack` is the room for forgotten positions where none can be made later, as a share of the tokens to come; `ahead`
-    the room that drafts take in a pass. `reusable` counts the first positions of a waiting row, not all, that are kept
-    in host memory. A row that grows beyond `recompute_beyond` tokens (`Engine.recompute_beyond`) is computed anew."""
+    """The rows that wait and run, and the plan of each pass. Call `plan`, carry it out, then `done`. With `arrivals`
+    requests share the rows, in the order in which they came; otherwise like rows begin together. `slack` is the room
+    for forgotten positions where none can be made later, as a share of the tokens to come; `ahead` the room that drafts
+    take in a pass. `reusable` counts the first positions of a waiting row, not all, that are kept. A row that grows
+    beyond `recompute_beyond` tokens is computed anew."""
 
     times: PassTimes
     limits: Limits
@@ -233,20 +220,18 @@ class Schedule:
     step: int = field(default_factory=lambda: tuning.TUNED.growth)
     slack: float = 0.0
     ahead: int = 0
-    ending: float = 0.0
     reusable: "Callable[[Sequence], int]" = lambda _row: 0
     batches: list[PlannedBatch] = field(default_factory=list)
     waiting: Queue[Sequence] = field(init=False)
     begun: list[Sequence] = field(default_factory=list)  # rows that the last plan admits
-    suspended: list[PlannedBatch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free rows so far: in seconds, or in passes where prompts have a pass of their own
     _whole: Limits | None = None  # limits before memory fell short
     _calm: int = 0  # passes since then, or since the limits last rose
-    _patience: int = field(default_factory=lambda: tuning.TUNED.calm)  # passes after which they rise
-    _rose: bool = False  # True if they have risen since
+    _crowd: int = 1 << 62  # rows that had no room to grow
+    _used: NDArray[Any] | None = None  # positions taken at `_TIMES`, with the rows that the plan admits so far
 
     def __post_init__(self) -> None:
         self.waiting = Queue(self.arrivals)
@@ -259,12 +244,17 @@ class Schedule:
         """Discard rows, waiting or running; running ones are retired before the next pass."""
         gone = set(keys)
         self.waiting.remove([row for key in gone if (row := self.waiting.get(key)) is not None])
-        for batch in [*self.batches, *self.suspended]:
+        for batch in self.batches:
             batch.end(gone)
 
     def clear(self) -> None:
         """Discard all rows."""
-        self.batches, self.waiting, self.suspended = [], Queue(self.arrivals), []
+        self.batches, self.waiting = [], Queue(self.arrivals)
+
+    @property
+    def ending(self) -> float:
+        """Chance that a row ends at a token before its limit."""
+        return self._early / (self._tokens + self._early + 1)
 
     @property
     def running(self) -> list[Sequence]:
@@ -273,14 +263,14 @@ class Schedule:
 
     @property
     def busy(self) -> bool:
-        return bool(self.batches or self.waiting or self.suspended)
+        return bool(self.batches or self.waiting)
 
     # A pass
 
     def plan(self) -> PassPlan:
         """Return the moves and works of the next pass; no works if nothing is left to do."""
         self._hold()
-        self.begun = []
+        self.begun, self._used = [], None
         moves: list[Move] = []
         self._retire(moves)
         self._recompute(moves)
@@ -306,11 +296,7 @@ class Schedule:
         return [PlannedWork(batch, 1) for batch in self.batches if batch.running]
 
     def done(
-        self,
-        works: Several[PlannedWork],
-        seconds: float,
-        ended: Iterable[int],
-        gained: Mapping[int, int] = MappingProxyType({}),
+        self, works: Several[PlannedWork], seconds: float, ended: Iterable[int], gained: Mapping[int, int] = NONE
     ) -> None:
         """Count a pass that took `seconds`. Each row whose known tokens were computed has got a token, or as many as
         `gained` says by key, and has them by now; rows that `ended` (keys) are over. A row keeps a position for each
@@ -347,32 +333,24 @@ class Schedule:
 
     def _raise_limits(self) -> None:
         """Raise the limits by a step, after enough passes without a shortage."""
-        whole, now = self._whole, self.limits
-        if whole is None or (now.positions >= whole.positions and now.batch_positions >= whole.batch_positions):
+        if self._whole is None or self.limits == self._whole:
             return
         self._calm += 1
-        if self._calm >= self._patience:
+        if self._calm >= tuning.TUNED.calm:
             higher, of = tuning.TUNED.higher
+            whole, now, self._calm = self._whole, self.limits, 0
             self.limits = now._replace(
                 positions=min(whole.positions, now.positions * higher // of + 1),
                 batch_positions=min(whole.batch_positions, now.batch_positions * higher // of + 1),
             )
-            self._calm, self._rose = 0, True
 
     def fell_short(self, lost: Iterable[PlannedBatch]) -> None:
-        """Lower the limits: memory was too little for all micro-batches, and `lost` had asked for it.
-        Later passes raise the limits again, step by step; where memory falls short of that, they wait twice as long."""
-        if self._whole is None:
-            self._whole = self.limits
-        elif self._rose:
-            self._patience *= 2
-        self._calm, self._rose = 0, False
+        """Lower the limits, for a while: memory was too little for all micro-batches, and `lost` had asked for it."""
+        self._whole, self._calm = self._whole or self.limits, 0
         lower, of = tuning.TUNED.lower
-        positions = min(self.limits.positions, self._reserved)
+        positions = min(self.limits.positions, self._reserved) * lower // of
         largest = min(self.limits.batch_positions, max((batch.reserved for batch in lost), default=1))
-        self.limits = self.limits._replace(
-            positions=positions * lower // of, batch_positions=max(1, largest * lower // of)
-        )
+        self.limits = self.limits._replace(positions=positions, batch_positions=max(1, largest * lower // of))
 
     def lost(self, batches: Iterable[PlannedBatch]) -> None:
         """Let rows of micro-batches, whose KV cache is lost, wait again."""
@@ -381,7 +359,6 @@ class Schedule:
             rows += batch.living
             self.tally.again += batch.needed
             self.batches = [other for other in self.batches if other is not batch]
-            self.suspended = [other for other in self.suspended if other is not batch]
         self.add(rows)
 
     # Shares
@@ -402,57 +379,46 @@ class Schedule:
 
     def _make_way(self, moves: list[Move]) -> None:
         """Take rows from large requests for requests that wait without room. Large ones have more than a quarter. It
-        takes as many as a pass has prompt tokens for. What they have computed is kept if it can be.
-        """
+        takes as many as a pass has prompt tokens for."""
         if not (self.able.regroups and self.waiting.shares()):
             return
         running, tuned, held = self.running, tuning.TUNED, Counter(self.waiting.held)
         fair_share = max(1, len(running) // tuned.request_share)
-        if max(held.values(), default=0) <= fair_share:
-            return
         batches = {id(row): batch for batch in self.batches for row in batch.rows}
         queue = sorted(running, key=lambda row: (batches[id(row)].running, -row.key))  # whose loss costs least first
-        back = [row for batch in self.suspended for row in batch.living]  # they come first
-        needs, reserved, new = self._need(running), self._reserved, self._need(back)
-        free = self.limits.rows - len(running) - len(back)
+        room, free = self.limits.positions - self._usage(), self.limits.rows - len(running)
         tokens = max(tuned.min_prompt_tokens, self.times.room(PassLoad()))
         given: list[Sequence] = []
         for row in self.waiting.front(tuned.front):
-            new = [used + more for used, more in zip(new, self._need([row]), strict=True)]
-            while free < 1 or any(
-                max(now, float(reserved * (not passes))) + more > self.limits.positions
-                for now, more, passes in zip(needs, new, _TIMES, strict=True)
-            ):
-                victim = max(
-                    queue, key=lambda candidate: held[candidate.owner], default=row
-                )  # the first of the richest
+            room = room - self._need([row])
+            while free < 1 or room.min() < 0:
+                victim = max(queue, key=lambda other: held[other.owner], default=row)  # the first of the richest
                 if held[victim.owner] <= max(fair_share, held[row.owner] + 1):
                     break
                 queue.remove(victim)
                 given.append(victim)
                 held[victim.owner] -= 1
-                free, reserved = free + 1, reserved - batches[id(victim)].capacity
-                needs = [now - less for now, less in zip(needs, self._need([victim]), strict=True)]
+                free += 1
+                room = room + self._need([victim])
             else:
                 held[row.owner] += 1
                 free, tokens = free - 1, tokens - (row.length - self.reusable(row))
                 if tokens > 0:
                     continue
             break
-        if given:
-            self.tally.yielded += len(given)
-            self._give_up(moves, given)
+        self.tally.yielded += len(given)
+        self._give_up(moves, given)
 
     def _recompute(self, moves: list[Move]) -> None:
         """Requeue running rows whose next token needs other keys."""
         if self.recompute_beyond is not None:
             rows = [row for batch in self.batches if batch.running for row in batch.living]
-            grown = [row for row in rows if row.length == self.recompute_beyond + 1]
-            if grown:
-                self._give_up(moves, grown)
+            self._give_up(moves, [row for row in rows if row.length == self.recompute_beyond + 1])
 
     def _give_up(self, moves: list[Move], rows: Several[Sequence]) -> None:
         """Take rows out of their micro-batches, and let them wait again."""
+        if not rows:
+            return
         gone = {id(row) for row in rows}
         for batch in list(self.batches):
             taken = tuple(index for index in batch.alive if id(batch.rows[index]) in gone)
@@ -461,26 +427,20 @@ class Schedule:
             if len(taken) == len(batch.alive):
                 taken = tuple(range(len(batch.rows)))
                 self.batches.remove(batch)
-            moves.append(Move("yield", self._part(batch, taken, batch.capacity), ((batch, taken),)))
+            tokens = [batch.computed(index) for index in taken]
+            part = PlannedBatch(
+                [batch.rows[index] for index in taken], tokens, max(tokens), batch.capacity, max(tokens)
+            )
+            moves.append(Move("yield", part, ((batch, taken),)))
             batch.remove(taken)
         self.add(rows)
         self._hold()
 
     # Moves
 
-    def _part(self, batch: PlannedBatch, indices: Several[int], capacity: int | None = None) -> PlannedBatch:
-        """Return a micro-batch of some rows of another."""
-        rows, tokens = [batch.rows[index] for index in indices], [batch.computed(index) for index in indices]
-        length = max(tokens)
-        if capacity is None:
-            capacity = self._capacity(length, max(0 if row is None else row.left for row in rows))
-        return PlannedBatch(rows, tokens, length, capacity, length)
-
     def _retire(self, moves: list[Move]) -> None:
-        for batches in (self.batches, self.suspended):
-            for batch in [batch for batch in batches if not batch.alive]:
-                batches.remove(batch)
-                moves.append(Move("retire", batch))
+        moves += [Move("retire", batch) for batch in self.batches if not batch.alive]
+        self.batches = [batch for batch in self.batches if batch.alive]
 
     def _move_rows(self, moves: list[Move], sources: Several[PlannedBatch]) -> PlannedBatch:
         """Move the living rows of `sources` into one micro-batch."""
@@ -555,7 +515,7 @@ class Schedule:
         return sum(batch.reserved for batch in self.batches)
 
     def _grow(self, moves: list[Move]) -> None:
-        """Give room to full micro-batches; where there is none, move rows out of the way."""
+        """Give room to full micro-batches; where there is none, rows give way."""
         ahead = self.ahead if self.able.regroups is True else 0
         for batch in [other for other in self.batches if other.running and other.length + ahead >= other.capacity]:
             while batch in self.batches:  # it may be moved out in between
@@ -563,42 +523,23 @@ class Schedule:
                 need = rows * self._capacity(length, batch.max_remaining) - batch.reserved
                 if self._reserved + need <= self.limits.positions or len(self.running) <= 1:
                     self._move_rows(moves, [batch])
-                elif len(self.batches) > 1:
-                    self._make_room(moves, batch)
                 else:
-                    self._split(moves, batch)
+                    self._make_room(moves, batch)
 
-    def _make_room(self, moves: list[Move], but: PlannedBatch) -> None:
-        """Move a micro-batch out of the engine: the one not running yet, or with most tokens to come."""
-        others = [batch for batch in self.batches if batch is not but]
-        victim = max(others, key=lambda batch: (not batch.running, batch.max_remaining))
-        if not (self.able.snapshots and victim.running):
-            moves.append(Move("recompute", victim))
-            self.lost([victim])
-            self._hold()
-            return
-        if len(victim.alive) < len(victim.rows) or victim.gaps:
-            victim = self._move_rows(moves, [victim])
-        self.suspended.append(victim)
-        self.tally.suspended += len(victim.rows)
-        moves.append(Move("suspend", victim))
-        self.batches.remove(victim)
-        self._hold()
-
-    def _split(self, moves: list[Move], batch: PlannedBatch) -> None:
-        """Split off the half of a micro-batch with most tokens to come."""
-        indices = sorted(batch.alive, key=lambda index: batch.rows[index].left)  # type: ignore[union-attr]
-        taken = tuple(sorted(indices[len(indices) // 2 :]))
-        new_batch = self._part(batch, taken)
-        batch.remove(taken)
-        self.batches.append(new_batch)
-        moves.append(Move("split", new_batch, ((batch, taken),)))
+    def _make_room(self, moves: list[Move], batch: PlannedBatch) -> None:
+        """Give up rows of another micro-batch, or half of `batch`. The other one has most tokens to come."""
+        rows = sorted(batch.living, key=lambda row: row.left)[len(batch.living) // 2 :]
+        if others := [other for other in self.batches if other is not batch]:
+            rows = max(others, key=lambda other: (not other.running, other.max_remaining)).living
+        self.tally.yielded += len(rows)
+        self._give_up(moves, rows)
+        self._crowd = len(self.running)  # none begins before one ends
 
     # Prompts
 
     def _time_for_prompts(self, works: Several[PlannedWork]) -> bool:
         """Tell whether prompts should have a pass of their own: once free rows have cost as much (ski rental)."""
-        if not self.waiting and not self.suspended:
+        if not self.waiting:
             return False
         running = sum(len(batch.alive) for batch, _ in works)
         if not running:
@@ -615,9 +556,8 @@ class Schedule:
     def _free_rows(self) -> int:
         used, front = len(self.running), self.waiting.front(tuning.TUNED.front)
         mean = max(1, sum(row.length for row in front) // max(1, len(front)))
-        return min(
-            self.limits.rows - used, int((self.limits.positions - self._reserved) / (mean * tuning.TUNED.padding))
-        )
+        room = int((self.limits.positions - self._reserved) / (mean * tuning.TUNED.padding))
+        return min(self.limits.rows - used, room)
 
     def _prompts(self, moves: list[Move], decoding: Several[PlannedWork]) -> list[PlannedWork]:
         """Return the works of prompts for a pass with the works `decoding`; new micro-batches are admitted."""
@@ -633,30 +573,26 @@ class Schedule:
         elif not self.able.regroups:  # the micro-batch runs to its end: all rows that fit
             budget = 1 << 62
         works, began = list[PlannedWork](), budget
-        unfinished = [batch for batch in self.batches if not batch.running]
-        share = self._share_of(budget, unfinished)
-        if self._newcomer and share < budget:  # with prompts of others under way
-            self._resume(moves, works)
-            work = self._admit(moves, share, False, False, [])
+
+        def admit(tokens: int, alone: bool) -> bool:
+            nonlocal budget
+            work = self._admit(moves, tokens, bool(works), alone)
             if work is not None:
                 works.append(work)
                 budget -= work.tokens * len(work.batch.rows)
+            return work is not None
+
+        unfinished = [batch for batch in self.batches if not batch.running]
+        share = self._share_of(budget, unfinished)
+        if self._newcomer and share < budget:  # with prompts of others under way
+            admit(share, False)
         for batch in unfinished:
             rows, missing = len(batch.rows), batch.width - batch.length
             if budget >= min(min_tokens, rows * missing) or not (decoding or works):
                 works.append(PlannedWork(batch, min(missing, max(1, min(budget, share) // rows))))
                 budget -= works[-1].tokens * rows
-        if not self.waiting and not self.suspended:
-            return works
-        self._resume(moves, works)
-        usage = list[float]()
         for _ in range(tuned.new_batches if self.able.pads else tuned.many_batches):  # rows of one length are few
-            work = self._admit(moves, budget, bool(works), not (decoding or works), usage)
-            if work is None:
-                break
-            works.append(work)
-            budget -= work.tokens * len(work.batch.rows)
-            if not self.able.one_pass:
+            if not self.waiting or not admit(budget, not (decoding or works)) or not self.able.one_pass:
                 break
         if self.able.one_pass:
             self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
@@ -671,23 +607,18 @@ class Schedule:
         return min(budget, max(tuning.TUNED.min_prompt_tokens, budget // count))
 
     def _flow(self) -> int:
-        """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass; more at once
-        would end at once, and leave passes without prompts behind.
-        """
+        """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass."""
         front = self.waiting.front(tuning.TUNED.front)
         if not front:
             return 0
         rows = max(0, min(len(self.waiting), self._free_rows())) + len(self.running)
         left = sum(row.left for row in front) / len(front)
-        early = self._early / self._tokens if self._tokens else 0.0
-        passes = (1 - (1 - early) ** left) / early if early else left
+        passes = (1 - (1 - self.ending) ** left) / self.ending if self.ending else left
         return ceil(ceil(rows / max(1.0, passes)) * sum(row.length for row in front) / len(front))
 
     def _overtime(self, load: PassLoad) -> int:
-        """Return how many prompt tokens may lengthen the pass, where few hide. Free rows, which waiting ones could
-        take, cost a share of each pass, and prompts may take as much time as these have cost (ski rental). A pass
-        becomes twice as long, or by `min_prompt_tokens`, at max_debt.
-        """
+        """Return how many prompt tokens may lengthen the pass, where few hide: as much time as free rows, which waiting
+        ones could take, have cost (ski rental). A pass becomes twice as long, or by `min_prompt_tokens`, at most."""
         running, tuned = load.rows, tuning.TUNED
         if not running or not self.waiting:
             return 0
@@ -697,72 +628,47 @@ class Schedule:
         self._debt = min(max_debt, self._debt + seconds * free / running)
         return self.times.tokens_in(self._debt)
 
-    def _resume(self, moves: list[Move], works: list[PlannedWork]) -> None:
-        """Resume suspended micro-batches while they fit beside the running ones."""
-        while self.suspended:
-            batch = self.suspended[0]
-            if self.batches and not self._fits(self._usage(), self._need(batch.living)):
-                return
-            del self.suspended[0]
-            batch.capacity = self._capacity(batch.length, batch.max_remaining)
-            self.batches.append(batch)
-            moves.append(Move("resume", batch))
-            works.append(PlannedWork(batch, 1))
-
-    def _fits(self, used: Iterable[float], more: Iterable[float]) -> bool:
-        """Tell whether there is memory for `more` positions at all `_TIMES`."""
-        return all(now + new <= self.limits.positions for now, new in zip(used, more, strict=True))
-
-    def _need(self, rows: Iterable[Sequence]) -> list[float]:
+    def _need(self, rows: Several[Sequence]) -> NDArray[Any]:
         """Return the positions of rows at `_TIMES`, each to its end."""
+        left = np.array([row.left for row in rows], dtype=np.int64)[:, None]
+        length, alive = np.array([row.length for row in rows], dtype=np.int64)[:, None], left > _TIMES
         at_once = self.able.regroups is not True  # the room is reserved at once
-        counts, sizes = [0] * (len(_TIMES) + 1), [0] * (len(_TIMES) + 1)  # of rows, by how many times they see
-        for row in rows:
-            last, left = bisect_left(_TIMES, row.left), row.left
-            counts[last] += 1
-            sizes[last] += row.length + (left + self.ahead + ceil(self.slack * left) if at_once else self.step // 2)
-        after = [*zip(accumulate(reversed(counts)), accumulate(reversed(sizes)), strict=True)][-2::-1]
-        if at_once:
-            return [float(size) for _, size in after]
-        return [
-            (size + count * passes) * tuning.TUNED.padding * (1 - self.ending) ** passes
-            for passes, (count, size) in zip(_TIMES, after, strict=True)
-        ]
+        more = left + self.ahead + np.ceil(self.slack * left) if at_once else self.step // 2 + _TIMES
+        taken: NDArray[Any] = (alive * (length + more)).sum(0)
+        return taken if at_once else taken * tuning.TUNED.padding * (1 - self.ending) ** _TIMES
 
-    def _held(self, rows: int, width: int, end: int) -> list[float]:
+    def _held(self, rows: int, width: int, end: int) -> NDArray[Any]:
         """Return a micro-batch's positions if it keeps its room for `end` passes."""
-        return [rows * self._capacity(width, end) * float(passes < end) for passes in _TIMES]
+        return rows * self._capacity(width, end) * (end > _TIMES)
 
-    def _usage(self) -> list[float]:
+    def _usage(self) -> NDArray[Any]:
+        """Return the positions that are taken at `_TIMES`."""
         if self.able.regroups is False:
-            ends = [(batch.reserved, batch.max_remaining) for batch in self.batches]
-            return [float(sum(size for size, end in ends if passes < end)) for passes in _TIMES]
+            held = [batch.reserved * (batch.max_remaining > _TIMES) for batch in self.batches]
+            return np.asarray(sum(held, 0 * _TIMES))
         usage = self._need(self.running)
-        usage[0] = max(usage[0], float(self._reserved))
+        usage[0] = max(usage[0], self._reserved)
         return usage
 
-    def _admit(
-        self, moves: list[Move], budget: int, begun: bool, alone: bool, usage: list[float]
-    ) -> PlannedWork | None:
-        """Begin a micro-batch of waiting rows of like length; None if there is no room. It has as many rows as pass and
-        memory have room for. `usage`, the positions taken from now on, empty at first, is brought up to date. A row is
-        begun whatever its length if it is `alone`; `begun` tells whether the pass has other prompts."""
+    def _admit(self, moves: list[Move], budget: int, begun: bool, alone: bool) -> PlannedWork | None:
+        """Begin a micro-batch of waiting rows of like length; None if there is no room. A row is begun whatever its
+        length if it is `alone`; `begun` tells whether the pass has other prompts."""
         able, tuned = self.able, tuning.TUNED
-        if not self.waiting or self.suspended or (able.regroups is False and not able.one_pass and self.batches):
+        running = len(self.running)
+        free_rows = self.limits.rows - running
+        if not self.waiting or free_rows < 1 or (able.regroups is False and not able.one_pass and self.batches):
             return None
-        free_rows = self.limits.rows - len(self.running)
-        if free_rows < 1:
+        if running >= self._crowd:
             return None
+        self._crowd = 1 << 62
         fresh = self._next.length - self.reusable(self._next)
-        min_tokens = (
-            tuned.min_prompt_tokens * (tuned.further_batch if begun else 1) if able.chunks else self.times.tokens
-        )
+        least = tuned.min_prompt_tokens * (tuned.further_batch if begun else 1)
+        min_tokens = least if able.chunks else self.times.tokens
         if budget < min(fresh, min_tokens) and not alone:
             return None
-        usage[:] = usage or self._usage()
+        used = self._usage() if self._used is None else self._used
         taken, width, end = list[Sequence](), 0, 0
-        # Positions to compute: of all, of the row with most, where the batch begins, and with fewest
-        computed, largest, smallest, narrowest = 0, 0, 1 << 62, 1 << 62
+        largest, smallest, narrowest = 0, 1 << 62, 1 << 62  # positions to compute at most and at least; shortest row
         # Where a pass has one micro-batch, it takes whatever fits.
         alike = tuned.alike if able.one_pass else 0.0
         for row in self.waiting.front(tuned.front + (0 if able.one_pass else min(free_rows, tuned.max_rows))):
@@ -770,9 +676,8 @@ class Schedule:
                 break
             length = row.length
             fresh = length - self.reusable(row)
-            longest, shortest, max_new, min_new = (
-                max(width, length), min(narrowest, length), max(largest, fresh), min(smallest, fresh)
-            )  # fmt: skip
+            longest, shortest = max(width, length), min(narrowest, length)
+            max_new, min_new = max(largest, fresh), min(smallest, fresh)
             unlike = shortest < alike * longest or min_new + tuned.reuse_slack < alike * max_new
             if not able.pads:
                 unlike = shortest < longest or min_new < max_new
@@ -784,37 +689,33 @@ class Schedule:
                 break
             need = self._need([row])
             if able.regroups is False:
-                before = self._held(len(taken), width, end)
                 after = self._held(len(taken) + 1, longest, max(end, row.left))
-                need = [more - less for more, less in zip(after, before, strict=True)]
-            if not self._fits(usage, need) and (taken or self.batches):
+                need = after - self._held(len(taken), width, end)
+            if (used + need > self.limits.positions).any() and (taken or self.batches):
                 break
             taken.append(row)
             width, narrowest, largest, smallest = longest, shortest, max_new, min_new
-            computed, end = computed + fresh, max(end, row.left)
-            usage[:] = [now + more for now, more in zip(usage, need, strict=True)]
+            end = max(end, row.left)
+            used = used + need
             if len(taken) >= free_rows:
                 break
+        self._used = used
         if not taken:
             return None
         self.waiting.begin(taken)
         self.begun += taken
-        count = largest
-        lengths = [row.length for row in taken]
+        count, lengths = largest, [row.length for row in taken]
         batch = PlannedBatch(taken, lengths, width, self._capacity(width, end), width - count)
         self.batches.append(batch)
         moves.append(Move("admit", batch))
-        self.tally.prompt_padding += len(taken) * count - computed
         if able.chunks and len(taken) * count > budget:
             count = min(count, max(tuned.min_prompt_tokens, budget) // len(taken))
         return PlannedWork(batch, max(1, count))
 
 
 def largest_load(planner: Planner, needs: Several[tuple[int, int]], max_rows: int | None = None) -> Workload:
-    """Return the largest load of rows with the mean of `needs`. A need is (known tokens, tokens to come). It has as
-    many rows as the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least,
-    since every row fits alone.
-    """
+    """Return the largest load of rows. They have the mean of `needs`, (known tokens, tokens to come) each; there are as
+    many as the plan's machine has room for, and as are faster together, at most `max_rows`, and one at least."""
     input_len, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
     case, cautious, limits, tuned = planner.case, planner.cautious, planner.limits, tuning.TUNED
 

@@ -6,9 +6,9 @@ carries out the passes that `zinfer.generation.schedule.Schedule` plans.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +16,19 @@ from torch import Tensor
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import MAX_DRAFTS
+from zinfer.core.errors import NotFiniteError
 from zinfer.core.request import GREEDY, Request
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.generation import passes, tuning
+from zinfer.engine.transfer import to_device
+from zinfer.generation import tuning
+from zinfer.generation.detokenizer import common
 from zinfer.generation.draft_model import drafter_of
-from zinfer.generation.drafts import Drafter, Drafts
+from zinfer.generation.drafts import Drafter, Drafts, NgramDrafter
 from zinfer.generation.pass_times import PassTimes
-from zinfer.generation.prefix_cache import KeptFolder, PrefixCache, cache_identity
-from zinfer.generation.sampling import NotFiniteError, Score, choose, scores
+from zinfer.generation.prefix_cache import PrefixCache
+from zinfer.generation.sampling import Score, choose, scores
 from zinfer.generation.schedule import (
     Abilities,
     Limits,
@@ -40,7 +43,6 @@ from zinfer.generation.schedule import (
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
-from zinfer.record.measurement import Span
 from zinfer.system.host import host_bytes
 
 if TYPE_CHECKING:
@@ -69,18 +71,16 @@ class DecodeLoop:
         return self._batch
 
     def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: "Several[KVSnapshot]" = ()) -> Tensor:
-        """Prefill a batch and choose its first tokens, ``[B]``; a batch that was running is ended. The arguments are
-        those of `zinfer.generation.passes.prefill`."""
+        """Prefill a batch of left-padded prompts and choose its first tokens, ``[B]``; a running batch is ended. There
+        is room for `reserve` further tokens; `past` holds first positions of the prompts. Raises the errors of
+        `Engine.admit` and `Engine.forward`."""
         self.end()
         switch = self.engine.recompute_beyond
         lengths = [] if switch is None else mask.sum(-1).tolist()
         steps = [switch - length for length in lengths if switch is not None and length <= switch]
         self._max_steps = min(steps, default=None)
-        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past)
-        self.steps = 0
-        with self._ended_on_failure():
-            self.tokens = self._sampler(logits)
-        return self.tokens
+        self._batch, self.steps = self.engine.admit(mask, token_ids.shape[1] + reserve, past), 0
+        return self._forward(to_device(token_ids[:, self.batch.length :], self.engine.device))
 
     def step(self) -> Tensor:
         """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError where a
@@ -91,11 +91,8 @@ class DecodeLoop:
                 f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
                 "angles (longrope), also those in the cache: prompts and their answers must stay on one side here"
             )
-        with self._ended_on_failure():
-            logits = passes.decode(self.engine, self.batch, self.tokens)
-            self.steps += 1
-            self.tokens = self._sampler(logits)
-        return self.tokens
+        self.steps += 1
+        return self._forward(self.tokens[:, None])
 
     def end(self) -> None:
         """Free the batch's KV cache. Safe to call twice."""
@@ -103,22 +100,15 @@ class DecodeLoop:
         if batch is not None:
             self.engine.retire(batch)
 
-    def snapshot(self, first: int, last: int) -> "KVSnapshot":
-        """Copy keys and values of computed positions to host memory."""
-        return self.engine.snapshot(self.batch, first, last)
-
-    def timeline(self) -> tuple[Span, ...]:
-        """Run one more decode step, traced, whose tokens count for nothing."""
-        return self.engine.timeline([Work(self.batch, self.tokens[:, None])])
-
-    @contextmanager
-    def _ended_on_failure(self) -> Iterator[None]:
+    def _forward(self, token_ids: Tensor) -> Tensor:
         try:
-            yield
+            (logits,) = self.engine.forward([Work(self.batch, token_ids)])
+            self.tokens = self._sampler(logits[:, -1])
         except BaseException:
             with suppress(Exception):
                 self.end()
             raise
+        return self.tokens
 
 
 def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
@@ -156,13 +146,10 @@ class ContinuousScheduler:
     to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time. With
     `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys and
     values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host memory,
-    in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason
-    why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are kept once
-    they end, however short they are.
-
-    With a `drafter`, by default from the engine's options, a pass may give a row several tokens. Raises
-    EngineError then where `Engine.cannot_draft` gives a reason.
-    """
+    for later rows that begin alike; `cannot_reuse` is the reason why not, if the engine cannot. Where `rows` is 1 all
+    rows are turns of one conversation: they are kept once they end, however short they are. With a `drafter`, by
+    default from the engine's options, a pass may give a row several tokens. Raises EngineError if the engine cannot
+    draft then."""
 
     def __init__(
         self,
@@ -172,14 +159,13 @@ class ContinuousScheduler:
         rows: int | None = None,
         arrivals: bool = False,
         cache_size: int = 0,
-        folder: KeptFolder | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         drafter = drafter_of(engine) if drafter is None else drafter
         if drafter is not None and (why_not := engine.cannot_draft()) is not None:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
-        self.drafts = None if drafter is None else Drafts(drafter)
+        self.drafts = Drafts(drafter or NgramDrafter(), 0 if drafter is None else MAX_DRAFTS)
         self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get equally many tokens of a pass
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by key
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
@@ -190,28 +176,15 @@ class ContinuousScheduler:
         limits = Limits(self._kv_positions(load, rows), rows or 1 << 20, max_batch_positions(engine.plan))
         able = abilities(engine, placement.kv_host_share > 0)
         self.schedule = Schedule(times, limits, able, arrivals, engine.recompute_beyond, reusable=self._reusable)
-        if self.drafts is not None:
+        if drafter is not None:
             self.schedule.slack, self.schedule.ahead = tuning.TUNED.draft_slack, MAX_DRAFTS
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
-        self.prefixes: PrefixCache | None = None
+        size, spare = 0 if self.cannot_reuse else cache_size, int(tuning.TUNED.kept_spare * host_bytes())
+        self.prefixes = PrefixCache(size, tuning.TUNED.kept_chunk, spare)
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
         self._to_keep: list[tuple[list[int], MicroBatch, int]] = []  # tokens that are computed, and their row
-        self._notes: list[str] = []
         self._one_by_one = rows == 1
         self._min_kept = 1 if self._one_by_one else tuning.TUNED.min_kept
-        if cache_size and self.cannot_reuse is None:
-            path, size = folder or (None, 0)
-            identity = {} if folder is None else cache_identity(engine.plan)  # memory holds this model alone
-            self.prefixes = PrefixCache(
-                identity,
-                cache_size,
-                path,
-                size,
-                self._notes.append,
-                pin=engine.device.type == "cuda",
-                chunk=tuning.TUNED.kept_chunk,
-                min_free=int(tuning.TUNED.kept_spare * host_bytes()),
-            )
 
     def _kv_positions(self, load: Workload, rows: int | None) -> int:
         """Return the positions of KV cache that fit: the plan's, and no more than a GPU has free."""
@@ -220,9 +193,8 @@ class ContinuousScheduler:
             return load.batch_size * load.total_len
         planned = positions_of(load)
         if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
-            planned = max(
-                planned, positions_of(largest_load(planner, [(load.input_len, load.output_len)] * tuned.max_rows))
-            )
+            most = largest_load(planner, [(load.input_len, load.output_len)] * tuned.max_rows)
+            planned = max(planned, positions_of(most))
         if self.engine.device.type != "cuda":
             return planned
         self.engine.give_back()
@@ -242,7 +214,10 @@ class ContinuousScheduler:
     def drop(self, keys: Iterable[int]) -> None:
         """Discard sequences, finished or not; their keys and values are kept as finished rows' are."""
         gone = [key for key in dict.fromkeys(keys) if key in self.sequences]
-        self._note_dropped(set(gone))
+        for batch in self.schedule.batches:
+            for index, row in zip(batch.alive, batch.living, strict=True):
+                if row.key in gone and batch.running and not batch.gaps:
+                    self._note(row, batch, index, batch.computed(index))
         for key in gone:
             self._discard(key)
         self.schedule.drop(gone)
@@ -250,8 +225,7 @@ class ContinuousScheduler:
     def _discard(self, key: int) -> None:
         del self.sequences[key]
         self._matched.pop(key, None)
-        if self.drafts is not None:
-            self.drafts.discard(key)
+        self.drafts.discard(key)
 
     @property
     def running(self) -> bool:
@@ -259,10 +233,9 @@ class ContinuousScheduler:
         return bool(self.sequences)
 
     def step(self) -> list[Sequence]:
-        """Run a pass; return the sequences that got a token or ended with it. On out-of-memory, the prompts that the
-        memory was for are computed again with less of it (without prompts the rows of one micro-batch), and the other
-        rows repeat the pass. Raises torch.OutOfMemoryError or MemoryError where that does not help, and other errors of
-        the engine, after which nothing runs any more."""
+        """Run a pass; return the sequences that got a token or ended with it. On out-of-memory the rows of the pass are
+        computed again, with less memory to fill. Raises torch.OutOfMemoryError or MemoryError where that does not help,
+        and other errors of the engine, after which nothing runs any more."""
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         try:
             self._keep_noted()
@@ -286,20 +259,18 @@ class ContinuousScheduler:
         try:
             touched = self._compute(works, drafts)
             self._roll_back(works)
-            if self.drafts is not None and all(batch.running for batch, _ in works):  # such passes drafting must pay in
+            if all(batch.running for batch, _ in works):  # such passes drafting must pay in
                 self.drafts.passed(time.monotonic() - computing)
         except (torch.OutOfMemoryError, MemoryError):
             if len(self.schedule.running) <= 1:
                 raise
         if touched is None:
-            self._lose(self._cost_of(works))  # not within the handler, which holds what failed
+            self._lose([batch for batch, _ in works])  # not within the handler, which holds what failed
             return []
         ended = [sequence.key for sequence in touched if sequence.ended]
         self._note_computed(works)
         self.schedule.done(works, time.monotonic() - began, ended, self.gained)
-        if self.drafts is not None:
-            tally = self.schedule.tally
-            tally.drafted, tally.accepted = self.drafts.drafted, self.drafts.accepted
+        self.schedule.tally.drafted, self.schedule.tally.accepted = self.drafts.drafted, self.drafts.accepted
         for key in ended:
             self._discard(key)
         return touched
@@ -309,12 +280,10 @@ class ContinuousScheduler:
     def _drafted(self, works: list[PlannedWork]) -> tuple[list[PlannedWork], dict[int, list[int]]]:
         """Return the works with room for drafts, and the drafts by key."""
         running = [batch for batch, _ in works if batch.running]
-        if self.drafts is None or not running:
+        if not self.drafts.max_drafts or not running:
             return works, {}
-        plan = self.engine.plan
-        max_drafts = min(batch.capacity - batch.length - 1 for batch in running)
-        if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
-            max_drafts = min(batch.capacity - batch.length - batch.max_remaining for batch in running)
+        plan, grows = self.engine.plan, self.schedule.able.regroups is True  # else gaps take room that is not made anew
+        max_drafts = min(batch.capacity - batch.length - (1 if grows else batch.max_remaining) for batch in running)
         rows = {row.key: row for batch in running for row in batch.living}
         if (last := plan.model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in rows.values()), default=0))
@@ -328,18 +297,10 @@ class ContinuousScheduler:
         count = 1 + max(map(len, drafts.values()), default=0)
         return [PlannedWork(batch, count if batch.running else tokens) for batch, tokens in works], drafts
 
-    def _begin_drafts(self, works: Several[PlannedWork]) -> None:
-        """Prepare drafts for rows that get their first token in a pass."""
-        if self.drafts is None:
-            return
-        first = [batch for batch, count in works if not batch.running and batch.length + count >= batch.width]
-        self.drafts.begin({row.key: row.known_ids for batch in first for row in batch.living if row.left > 1})
-
     def _rest_drafts(self, batch: PlannedBatch) -> None:
         """Free the draft memory of rows that do not run for now."""
-        if self.drafts is not None:
-            for row in batch.living:
-                self.drafts.drafter.discard(row.key)
+        for row in batch.living:
+            self.drafts.drafter.discard(row.key)
 
     def _roll_back(self, works: Several[PlannedWork]) -> None:
         """Have the engine forget the positions of drafts that were rejected."""
@@ -360,15 +321,10 @@ class ContinuousScheduler:
     def end(self) -> None:
         """Discard all sequences, and free their memory. Safe to call twice."""
         with suppress(Exception):
-            if self.drafts is not None:
-                for key in self.sequences:
-                    self.drafts.discard(key)
+            for key in self.sequences:
+                self.drafts.discard(key)
         with suppress(Exception):
-            self._discard_prefixes()
-        for batch in (*self.schedule.batches, *self.schedule.suspended):
-            with suppress(Exception):
-                if batch.snapshot is not None:
-                    batch.snapshot.close()
+            self.prefixes.close()
         self.sequences, self._matched, self._to_keep = {}, {}, []
         self.schedule.clear()
         with suppress(Exception):
@@ -385,7 +341,7 @@ class ContinuousScheduler:
                 continue
             except (torch.OutOfMemoryError, MemoryError) as error:
                 if isinstance(error, MemoryError):  # host memory is needed for what runs
-                    self._discard_prefixes()
+                    self.prefixes.close()
                 if len(self.schedule.running) <= 1:
                     raise
             self._undo(moves[index:])
@@ -395,41 +351,23 @@ class ContinuousScheduler:
     def _move(self, move: Move) -> None:
         kind, batch, sources = move
         engine = self.engine
-        if kind in ("suspend", "recompute", "yield"):
-            self._rest_drafts(batch)
-        on_host = kind == "suspend" or engine.device.type != "cuda"
-        if self.prefixes is not None and on_host and kind not in ("retire", "recompute", "yield"):
-            self.prefixes.give_way(engine.plan.model.kv_bytes(len(batch.rows), batch.capacity))  # rows go first
         if kind == "admit":
             lengths = [0 if row is None else row.length for row in batch.rows]
             mask = torch.tensor([[0] * (batch.width - length) + [1] * length for length in lengths])
             self._hold(batch, engine.admit(mask, batch.capacity, self._past(batch)))
-        elif kind in ("move_rows", "split"):
+        elif kind == "move_rows":
             moved = [(_micro_batch(source), indices) for source, indices in sources]
             self._hold(batch, engine.move_rows(moved, batch.capacity))
-            if kind == "move_rows":
-                for source, _ in sources:
-                    self._drop(source)  # rows that have ended
+            for source, _ in sources:
+                self._drop(source)  # rows that have ended
         elif kind == "yield":
+            self._rest_drafts(batch)
             ((source, indices),) = sources
             self._keep_yielded(batch, source, indices)
             if len(indices) == _micro_batch(source).batch_size:
                 self._drop(source)
             else:
                 engine.retire(_micro_batch(source), indices)
-        elif kind == "suspend":
-            batch.snapshot = engine.snapshot(_micro_batch(batch), 0, batch.length)
-            engine.retire(_micro_batch(batch))
-            batch.micro_batch = None
-        elif kind == "resume":
-            assert batch.snapshot is not None
-            counts = [batch.computed(index) for index in range(len(batch.rows))]
-            mask = torch.tensor([[0] * (batch.length - count) + [1] * (count + 1) for count in counts])
-            self._hold(batch, engine.admit(mask, max(batch.capacity, batch.length + 1), [batch.snapshot]))
-            if engine.device.type == "cuda":
-                torch.cuda.synchronize()  # its copies have run
-            batch.snapshot.close()
-            batch.snapshot = None
         else:
             self._drop(batch)
 
@@ -438,13 +376,10 @@ class ContinuousScheduler:
         batch.micro_batch, batch.on_host = micro_batch, micro_batch.host_rows > 0
 
     def _drop(self, batch: PlannedBatch) -> None:
-        """Free the KV cache of a micro-batch, wherever it is."""
-        micro_batch, snapshot = batch.micro_batch, batch.snapshot
-        batch.micro_batch = batch.snapshot = None
+        """Free the KV cache of a micro-batch."""
+        micro_batch, batch.micro_batch = batch.micro_batch, None
         if micro_batch is not None:
             self.engine.retire(micro_batch)
-        if snapshot is not None:
-            snapshot.close()
 
     def _undo(self, moves: Several[Move]) -> None:
         """Give up planned moves, the first of which failed: their micro-batches are lost."""
@@ -452,56 +387,27 @@ class ContinuousScheduler:
             for source, _ in move.sources:
                 self._drop(source)
             self._drop(move.batch)
-        made = [move.batch for move in moves if move.kind not in ("retire", "recompute")]
-        made += [source for move in moves if move.kind in ("split", "yield") for source, _ in move.sources]
-        live = (*self.schedule.batches, *self.schedule.suspended)
-        self._lose([batch for batch in dict.fromkeys(made) if batch in live])
-
-    def _cost_of(self, works: Several[PlannedWork]) -> list[PlannedBatch]:
-        """Return the micro-batches whose KV cache an out-of-memory pass loses. These are prompts, for which it was
-        reserved, and batches that the engine cannot roll back; without any, the one with most
-        to come.
-        """
-        for batch, _ in works:
-            self._rest_drafts(batch)
-        lost = [batch for batch, _ in works if not (batch.running and self._set_back(batch))]
-        return lost or sorted((batch for batch, _ in works), key=lambda batch: batch.max_remaining)[-1:]
-
-    def _set_back(self, batch: PlannedBatch) -> bool:
-        """Have the engine forget what a failed pass has stored; return False if it cannot."""
-        try:
-            self.engine.rollback(_micro_batch(batch), torch.full((len(batch.rows),), batch.length))
-        except (EngineError, ValueError):
-            return False
-        return True
+        made = [move.batch for move in moves] + [source for move in moves for source, _ in move.sources]
+        self._lose([batch for batch in dict.fromkeys(made) if batch in self.schedule.batches])
 
     def _lose(self, batches: Several[PlannedBatch]) -> None:
         """Requeue rows whose KV cache is lost, with less memory to fill."""
-        schedule = self.schedule
-        schedule.tally.retries += 1
+        self.schedule.tally.retries += 1
         if batches:
-            schedule.fell_short(batches)
+            self.schedule.fell_short(batches)
         for batch in batches:
             self._rest_drafts(batch)
             self._drop(batch)
-        live = {id(batch.micro_batch) for batch in schedule.batches}
+        live = {id(batch.micro_batch) for batch in self.schedule.batches}
         for micro_batch in [other for other in self.engine.batches if id(other) not in live]:
             self.engine.retire(micro_batch)
-        schedule.lost(batches)
-        if batches:
-            self.engine.give_back()
+        self.schedule.lost(batches)
+        self.engine.give_back()
 
     # Kept prefixes
 
-    def take_notes(self) -> list[str]:
-        """Return messages about kept prefixes since the last call, a line each."""
-        notes, self._notes[:] = list(self._notes), []
-        return notes
-
     def _reusable(self, row: Sequence) -> int:
         """Return how many first positions of a row may be reused. These are kept."""
-        if self.prefixes is None:
-            return 0
         version, count = self._matched.get(row.key, (-1, 0))
         if version != self.prefixes.version:
             # Scores of a prompt need the logits of all its positions.
@@ -520,7 +426,7 @@ class ContinuousScheduler:
         """Return the kept keys and values that a new micro-batch begins with; its length becomes what is there."""
         for row in batch.living:
             self._matched.pop(row.key, None)
-        if not batch.length or self.prefixes is None:
+        if not batch.length:
             return ()
         kept = [self.prefixes.find(row.known_ids) for row in batch.living]
         pads = [batch.width - row.length for row in batch.living]
@@ -533,8 +439,6 @@ class ContinuousScheduler:
 
     def _note_computed(self, works: Several[PlannedWork]) -> None:
         """Note completed prompts and ended rows, to keep before the next pass. So no first token waits for that."""
-        if self.prefixes is None:
-            return
         for batch, count in works:
             if batch.length + count < batch.width:
                 continue
@@ -546,13 +450,6 @@ class ContinuousScheduler:
                     computed = batch.computed(index) + self.gained[row.key] if batch.running else batch.known(index)
                     self._note(row, batch, index, computed)
 
-    def _note_dropped(self, keys: Collection[int]) -> None:
-        """Note rows that are dropped while they run: they are kept as finished rows are."""
-        for batch in self.schedule.batches if self.prefixes is not None else ():
-            for index, row in zip(batch.alive, batch.living, strict=True):
-                if row.key in keys and batch.running and not batch.gaps:
-                    self._note(row, batch, index, batch.computed(index))
-
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
         scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
         if computed >= self._min_kept and self._alike(computed) and not scored:
@@ -562,22 +459,16 @@ class ContinuousScheduler:
         """Keep what rows that give way have computed."""
         for number, row in zip(batch.alive, batch.living, strict=True):
             computed = batch.computed(number)
-            worth = computed >= self._min_kept and self._alike(row.length)
-            if self.prefixes is None or not worth or source.gaps or row.scores_prompt:
-                self.schedule.tally.again += computed
-            else:
-                self.prefixes.keep(row.known_ids[:computed], self.engine, _micro_batch(source), indices[number])
+            kept = 0
+            if computed >= self._min_kept and self._alike(row.length) and not source.gaps and not row.scores_prompt:
+                kept = self.prefixes.keep(row.known_ids[:computed], self.engine, _micro_batch(source), indices[number])
+            self.schedule.tally.again += computed - kept
 
     def _keep_noted(self) -> None:
         """Keep the keys and values of rows that were noted."""
         noted, self._to_keep = self._to_keep, []
         for token_ids, micro_batch, index in noted:
-            if self.prefixes is not None:
-                self.prefixes.keep(token_ids, self.engine, micro_batch, index)
-
-    def _discard_prefixes(self) -> None:
-        if self.prefixes is not None:
-            self.prefixes.close()
+            self.prefixes.keep(token_ids, self.engine, micro_batch, index)
 
     # A pass
 
@@ -614,7 +505,8 @@ class ContinuousScheduler:
         for (batch, count), whole in zip(works, scored, strict=True):
             keep = count if whole or batch.running else 1
             asked.append(Work(_micro_batch(batch), self._token_ids(batch, count, drafts), keep))
-        self._begin_drafts(works)
+        first = [batch for batch, count in works if not batch.running and batch.length + count >= batch.width]
+        self.drafts.begin({row.key: row.known_ids for batch in first for row in batch.living if row.left > 1})
         outputs = self.engine.forward(asked)
         chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
         tokens, finite = list[Tensor](), list[Tensor]()
@@ -629,12 +521,13 @@ class ContinuousScheduler:
             finite.append(numbers)
             chosen.append((batch.rows, logits.shape[1], token_scores))
         del outputs
-        flat = torch.stack([torch.cat(tokens), torch.cat(finite)]).tolist() if chosen else [[], []]
-        touched, first = list[Sequence](), 0
-        for sequences, count, token_scores in chosen:
-            rows = [slice(first + row * count, first + (row + 1) * count) for row in range(len(sequences))]
-            first += len(sequences) * count
-            ids_of, finite_of = ([whole[row] for row in rows] for whole in flat)
+        if not chosen:
+            return []
+        touched = list[Sequence]()
+        whole_pass = torch.stack([torch.cat(tokens), torch.cat(finite)]).cpu()  # one copy for all
+        parts = whole_pass.split([len(part) for part in tokens], dim=1)
+        for part, (sequences, count, token_scores) in zip(parts, chosen, strict=True):
+            ids_of, finite_of = part.view(2, len(sequences), count).tolist()
             touched += self._accept(sequences, ids_of, finite_of, drafts, token_scores)
         return touched
 
@@ -647,30 +540,22 @@ class ContinuousScheduler:
         token_scores: Mapping[tuple[int, int], Score],
     ) -> list[Sequence]:
         """Append each sequence's tokens, up to the first without a matching draft; return the sequences."""
-        proposed = [
-            [] if sequence is None else drafts.get(sequence.key, [])[: len(row) - 1]
-            for sequence, row in zip(sequences, ids, strict=True)
-        ]
-        right = [_right(guesses, row) for guesses, row in zip(proposed, ids, strict=True)]
-        fewest = min((count for count, item in zip(right, sequences, strict=True) if item is not None), default=0)
-        touched = []
-        for index, sequence in enumerate(sequences):
-            if sequence is None:
-                continue
-            limit = fewest if self._one_length else right[index]
-            self.gained[sequence.key] = 0
-            for position, (token, number) in enumerate(zip(ids[index], finite[index], strict=True)):
-                add_token(self._tokenizer, sequence, token, bool(number))
-                self.gained[sequence.key] += 1
-                if (index, position) in token_scores and number:
+        rows = [(index, sequence) for index, sequence in enumerate(sequences) if sequence is not None]
+        proposed = {index: drafts.get(sequence.key, [])[: len(ids[index]) - 1] for index, sequence in rows}
+        right = {index: common(guesses, ids[index]) for index, guesses in proposed.items()}
+        for index, sequence in rows:
+            limit, count = min(right.values()) if self._one_length else right[index], 0
+            for position in range(limit + 1):
+                add_token(self._tokenizer, sequence, ids[index][position], bool(finite[index][position]))
+                count += 1
+                if (index, position) in token_scores and finite[index][position]:
                     sequence.scores.append(token_scores[index, position])
-                if sequence.ended or position >= limit:
+                if sequence.ended:
                     break
-            if proposed[index] and self.drafts is not None:
-                accepted = self.gained[sequence.key] - 1
-                self.drafts.observe(sequence.key, len(proposed[index]), accepted, given_up=limit < right[index])
-            touched.append(sequence)
-        return touched
+            self.gained[sequence.key] = count
+            if proposed[index]:
+                self.drafts.observe(sequence.key, len(proposed[index]), count - 1, given_up=limit < right[index])
+        return [sequence for _, sequence in rows]
 
     def _score_prompts(self, batch: PlannedBatch, logits: Tensor) -> None:
         """Add prompt scores from `logits`, ``[B, count, V]``. They belong to a micro-batch's next positions."""
@@ -691,11 +576,6 @@ def _micro_batch(batch: PlannedBatch) -> MicroBatch:
     return batch.micro_batch
 
 
-def _right(drafts: Several[int], tokens: Several[int]) -> int:
-    """Return how many drafts of a row are right: the first ones that are the row's tokens."""
-    return next((index for index, draft in enumerate(drafts) if draft != tokens[index]), len(drafts))
-
-
 def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
     """Cut a micro-batch's drafts to the row with fewest."""
     keys = [row.key for row in batch.living]
@@ -705,8 +585,7 @@ def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int,
 
 def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
     """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts. Returns the tokens ``[B * n]``, whether
-    their logits are numbers, and the scores that are asked for, by row and position.
-    """
+    their logits are numbers, and the scores that are asked for, by row and position."""
     count = logits.shape[1]
     each = [sequence for sequence in sequences for _ in range(count)]
     samplings = [GREEDY if sequence is None else sequence.sampling for sequence in each]
@@ -745,6 +624,5 @@ def abilities(engine: Engine, on_host: bool = False) -> Abilities:
         one_pass=engine.one_pass,
         chunks=engine.cannot_chunk() is None,
         regroups="rarely" if moves and on_host else moves,
-        snapshots=engine.cannot_snapshot() is None,
         pads=engine.cannot_pad() is None,
     )

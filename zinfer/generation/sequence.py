@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from zinfer.core.request import Request
-from zinfer.generation.detokenizer import RunningText, before_a_stop
-from zinfer.generation.radix_tree import common
+from zinfer.generation.detokenizer import RunningText, before_a_stop, common
 from zinfer.generation.tokenizer import UNFINISHED
 
 if TYPE_CHECKING:
@@ -16,16 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence(Request):
-    """Request under way: its prompt, sampling and stops, and its output so far.
-
-    Once it has ended, `finish_reason` is ``stop`` (an end token, or one of the texts `stop`) or ``length`` and `text`
-    its output; or `error` says why it has none. The end token is not part of `output_ids`. `cached` counts the tokens
-    of the prompt whose keys and values were kept and not computed.
-
-    `scores`, with `logprobs`, are those of `output_ids` and of the end token, if it ended with one, and with `echo`
-    `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler` alone gives them; who reads them
-    may take them out.
-    """
+    """Request under way: its prompt, sampling and stops, and its output so far. Once it has ended, `finish_reason` is
+    ``stop`` (an end token, which is not part of `output_ids`, or one of the texts `stop`) or ``length`` and `text` its
+    output; or `error` says why it has none. `cached` counts the tokens of the prompt whose keys and values were kept.
+    `scores`, with `logprobs`, are of `output_ids` and of an end token, and with `echo` `prompt_scores` those of the
+    prompt from its second token on; who reads them may take them out."""
 
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
@@ -65,14 +59,10 @@ class Sequence(Request):
         return [] if self.chat else self.prompt_ids
 
     def new_text(self, tokenizer: "Tokenizer") -> str:
-        """Return the text that was not `shown` before.
-
-        That is all of it once the sequence has ended, else the text without the bytes of an unfinished character,
-        spaces that the next token may take back, and what may become one of the texts that end it. Each piece is cut
-        from the text of all tokens so far: where a tokenizer cleans up spaces, the pieces joined still make the text
-        that the sequence ends with. Only characters that a tokenizer takes back for good, as Llama 2's does where
-        invalid bytes follow them, stay in the pieces.
-        """
+        """Return the text that was not `shown` before. That is all of it once the sequence has ended, else the text
+        without the bytes of an unfinished character, spaces that the next token may take back, and what may become one
+        of the texts that end it. Each piece is cut from the text of all tokens so far, so that the pieces joined make
+        the text that the sequence ends with."""
         before = self.shown
         if self.ended:
             text = whole = self.text

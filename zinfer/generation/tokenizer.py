@@ -1,7 +1,7 @@
 """Tokenizers: token ids to text, and the tokens that end a text.
 
 `zinfer.generation.tokenizer_process` turns prompts into token ids, in a process with limits; it loads a checkpoint's
-tokenizer and checks that its decoder is harmless before a worker loads it.
+tokenizer before a worker does.
 """
 
 import re
@@ -13,7 +13,6 @@ from zinfer.checkpoint import tokenizer_files
 from zinfer.core.model import ModelError, ModelSpec
 
 if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes:"  # before the bytes of a token that is part of a character
@@ -35,9 +34,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], before: Sequence[int] = ()) -> str:
         """Return the text of `token_ids`, special tokens left out; with `before`, as it continues the text of those.
-
-        Tokenizers such as Llama 2's drop the space before the first word of every text.
-        """
+        Tokenizers such as Llama 2's drop the space before the first word of every text."""
         ids = list(token_ids)
         if before:
             context = list(before)[-CONTEXT:]
@@ -47,10 +44,8 @@ class Tokenizer:
         return _decoded(self.hf, ids, skip_special_tokens=True)
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token within a text.
-
-        Of a part of a character it is the bytes, as OpenAI's API writes them: ``bytes:\\xe6``.
-        """
+        """Return the text of a token within a text. Of a part of a character it is the bytes, as OpenAI's API writes
+        them: ``bytes:\\xe6``."""
         if self._letter is None:
             self._letter = self.hf("a", add_special_tokens=False).input_ids
         head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))
@@ -120,22 +115,15 @@ def _decoded(tokenizer: Any, ids: list[int], **how: bool) -> str:
 
 def byte_tokenizer() -> "PreTrainedTokenizerBase":
     """Make a tokenizer with a token for each byte: for dummy weights, whose text means nothing but has a length."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=byte_backend(), pad_token="<pad>", padding_side="left")
-
-
-def byte_backend() -> "Backend":
-    """Make the tokenizer of `byte_tokenizer` without `transformers`, which takes seconds to import."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0} | {letter: index for index, letter in enumerate(alphabet, start=1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>"])
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left")
 
 
 def own_end(hf: Any) -> int | None:

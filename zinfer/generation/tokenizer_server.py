@@ -1,13 +1,13 @@
 """Process that renders conversations and tokenises texts, within limits.
 
 A tokenizer and a chat template are programs that came with a checkpoint: a regular expression may backtrack for hours,
-a vocabulary abort the library, a template take 10^9 steps or make 10^12 characters. This process loads them, with
-limits on CPU time and memory. Then it forks a child for each connection that `zinfer.generation.tokenizer_process`
-hands it; the child answers requests, each within limits of its own, and can open no file. The kernel ends a child that
-exceeds them, and the next connection gets another one at once, since nothing has to be loaded again.
+a template make 10^12 characters. This process loads them, with limits on CPU time and memory. Then it forks a child for
+each connection that `zinfer.generation.tokenizer_process` hands it; the child answers requests, each within limits of
+its own, and can open no file. The kernel ends a child that exceeds them, and the next connection gets another one at
+once, since nothing has to be loaded again.
 
 Stdin is a connection of `multiprocessing`, which brings a message of JSON that says what to load, and then further
-connections. On each, messages of JSON ask and answer. It needs no torch, and `transformers` is kept from importing it.
+connections. It needs no torch, and `transformers` is kept from importing it.
 """
 
 import gc
@@ -24,16 +24,13 @@ from typing import Any, NamedTuple
 
 from zinfer.checkpoint import tokenizer_files
 from zinfer.core.model import ModelError
-from zinfer.generation.tokenizer import byte_backend, check_library, decode, load_tokenizer, own_end
+from zinfer.generation.tokenizer import check_library, decode, load_tokenizer, own_end
 
 CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
-LONGEST = 1 << 14  # characters of a token; the longest of published models have a few hundred
 BEGINNING = 12  # characters for each position that tell whether a long text is far too long
 MAX_TEXT = 64 << 20  # characters of a rendered conversation
 # Names what transformers, jinja2 and Python import late: constants, the names of days, errors.
 WARM_UP = "{{ '\\n\\u00e9' }}{{ strftime_now('%A %Y') }}{{ [1] | tojson }}{{ raise_exception('') }}"
-# Decoders of `tokenizers` whose text is no longer than that of the tokens, and takes time in proportion to it.
-_PLAIN_DECODERS = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece"})
 
 
 class Checkpoint(NamedTuple):
@@ -44,26 +41,17 @@ class Checkpoint(NamedTuple):
     vocab_size: int
     name: str
 
-    def encode(self, prompts: list[Any], special: bool, max_tokens: int | None) -> list[dict[str, Any]]:
-        """Return for each prompt ``{"ids": ..}``, or ``{"length": ..}`` if that is far above `max_tokens`, or
-        ``{"why": ..}`` it has no ids."""
-        return [self._encoded(prompt, special, max_tokens) for prompt in prompts]
-
-    def _encoded(self, prompt: Any, special: bool, max_tokens: int | None) -> dict[str, Any]:
+    def encode(self, prompt: Any, special: bool, max_tokens: int | None) -> list[int] | int:
+        """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError."""
         limit = sys.maxsize if max_tokens is None else max_tokens
-        try:
-            chat = not isinstance(prompt, str)
-            text = self.render(prompt) if chat else _unicode(prompt)
-            if len(text) > 2 * BEGINNING * limit:
-                # Text that follows changes a few tokens at the end of this, and never half of them.
-                ids = self._ids(text[: BEGINNING * limit], special=False)
-                if len(ids) > 2 * limit:
-                    return {"length": len(ids)}
-            ids = self._ids(text, special and not chat)
-        except BaseException as error:
-            check_library(error)
-            return {"why": error_line(error)}
-        return {"ids": ids} if len(ids) <= 2 * limit else {"length": len(ids)}
+        chat = not isinstance(prompt, str)
+        text = self.render(prompt) if chat else _unicode(prompt)
+        # Text that follows changes a few tokens at the end of a beginning, and never half of them.
+        beginning = self._ids(text[: BEGINNING * limit], special=False) if len(text) > 2 * BEGINNING * limit else []
+        if len(beginning) > 2 * limit:
+            return len(beginning)
+        ids = self._ids(text, special and not chat)
+        return ids if len(ids) <= 2 * limit else len(ids)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
@@ -90,11 +78,6 @@ class Checkpoint(NamedTuple):
         head, both = (decode(self.hf, tokens, special=True) for tokens in (before, before + ids))
         return ids if ids and both == head + added else None
 
-    def vocabulary(self) -> tuple[dict[str, int], list[int]]:
-        """Return the id of each token, and the ids of special tokens."""
-        special = [number for number, token in self.hf.added_tokens_decoder.items() if token.special]
-        return self.hf.get_vocab(), sorted(special)
-
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
             ids = list(self.hf(text, add_special_tokens=special).input_ids)
@@ -107,28 +90,6 @@ class Checkpoint(NamedTuple):
                 "together"
             )
         return ids
-
-
-class _Bytes:
-    """Tokenizer of dummy weights, without `transformers`."""
-
-    eos_token_id = bos_token_id = None
-    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 - none is special to a model
-
-    class Encoded(NamedTuple):
-        input_ids: list[int]
-
-    def __init__(self) -> None:
-        self._backend = byte_backend()
-
-    def __call__(self, text: str, add_special_tokens: bool) -> Encoded:
-        return self.Encoded(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def decode(self, ids: list[int], skip_special_tokens: bool, **_: bool) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self._backend.get_vocab())
 
 
 def _unicode(text: str) -> str:
@@ -144,13 +105,8 @@ def error_line(error: BaseException) -> str:
 def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
     """Return the tokenizer, tried on a text, and the facts about it. Raises ModelError."""
     directory = None if wanted["directory"] is None else Path(wanted["directory"])
-    hf: Any = _Bytes() if directory is None and wanted["template"] is None else load_tokenizer(directory)
+    hf: Any = load_tokenizer(directory)
     try:
-        longest = max(map(len, hf.get_vocab()), default=1)
-        if longest > LONGEST:
-            raise ModelError(f"a token has {longest:,} characters: at most {LONGEST:,}")
-        if (backend := getattr(hf, "backend_tokenizer", None)) is not None and backend.decoder is not None:
-            check_decoder(json.loads(backend.decoder.__getstate__()))
         template = wanted["template"] or getattr(hf, "chat_template", None)
         template = template if isinstance(template, str) else None
         checkpoint = Checkpoint(hf, template, wanted["vocab_size"], wanted["name"])
@@ -162,7 +118,7 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
     except BaseException as error:
         check_library(error)
         raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
-    return checkpoint, {"longest": longest, "template": template is not None, "bos": hf.bos_token_id, "ends": names}
+    return checkpoint, {"template": template is not None, "bos": hf.bos_token_id, "ends": names}
 
 
 def _name(hf: Any, token: int) -> str:
@@ -170,29 +126,6 @@ def _name(hf: Any, token: int) -> str:
     with suppress(Exception):
         return _unicode(hf.convert_ids_to_tokens(token) or "")
     return ""
-
-
-def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError if a `decoder` may lengthen text or take long.
-
-    The worker decodes the tokens that a model chooses; a regular expression there could take hours, a replacement that
-    is longer than what it replaces all memory, and a strip at the end of a token ends the library.
-    """
-    kind = decoder.get("type")
-    harmless = kind in _PLAIN_DECODERS
-    if kind == "Sequence":
-        for inner in decoder["decoders"]:
-            check_decoder(inner)
-        harmless = True
-    elif kind == "Replace":
-        pattern = decoder["pattern"].get("String")
-        harmless = bool(pattern) and len(decoder["content"]) <= len(pattern)
-    elif kind == "Strip":
-        harmless = decoder["stop"] == 0
-    elif kind == "BPEDecoder":
-        harmless = bool(decoder["suffix"])
-    if not harmless:
-        raise ModelError(f"its decoder may take all time or memory: {json.dumps(decoder)[:200]}")
 
 
 def _limit(memory: int) -> int:

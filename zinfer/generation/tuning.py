@@ -67,7 +67,6 @@ class Tuning:
     kept_chunk: int = 512  # tokens whose keys and values are kept, and dropped, together at most
     kept_spare: float = 0.02  # of the host's memory, which kept KV caches leave free
     max_snapshots: int = 8192  # in memory, each of which is a mapping: a process may have some 65,000
-    abandoned_s: float = 3600.0  # age at which an unfinished file is taken to have no writer any more
 
     # Queue
     singly: int = 16  # part (1 / n) of a sorted list below which entries are put in one by one, and not by sorting
@@ -94,10 +93,8 @@ class DraftTuning:
     recent: int = 9  # passes whose median gives the seconds of one
     margin: float = 0.03  # gain from which on drafts pay that take time: chances are known roughly
     trying: float = 0.005  # share of the time in which they are tried where they do not pay
-    # Passes with drafts before one without is measured, at first and then, where no draft is right: as many times more
-    # as a pass gives tokens to a row, since so much less may it matter.
-    first_plain: int = 3
-    plain: int = 64
+    first_plain: int = 3  # passes with drafts before one without is measured at first
+    plain: int = 64  # and then
     worth: float = 0.03  # tokens gained for each row by a further draft: a pass computes one in every row of it
 
     # A model that drafts

@@ -34,10 +34,6 @@ class AccuracyRow(NamedTuple):
     prompt: list[int]
     tokens: list[int] | None
 
-    @property
-    def along(self) -> Along:
-        return "own" if self.tokens is None else "text"
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -145,7 +141,7 @@ class AccuracyStudy:
         cut, size = load.input_len, load.batch_size
         with TokenizerProcess(self.reference.model) as tokenizer:
             pieces, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
-            ends = frozenset(end.token for end in tokenizer.facts.ends)
+            ends = frozenset(token for token, *_ in tokenizer.facts.ends)
         rows = [AccuracyRow(chunk[:cut], tokens) for chunk in pieces for tokens in (None, chunk[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 
@@ -174,7 +170,8 @@ def _deviations(case: Case, batches: Sequence[Recorded], positions: Sequence[lis
     kinds: dict[Along, list[list[Position]]] = {}
     for batch, rows in zip(batches, positions, strict=True):
         for row, length, of_row in zip(batch.rows, batch.lengths, rows, strict=True):
-            kinds.setdefault(row.along, []).append(of_row[:length])
+            along: Along = "own" if row.tokens is None else "text"
+            kinds.setdefault(along, []).append(of_row[:length])
     return [Deviation.of(case, along, rows) for along, rows in kinds.items()]
 
 

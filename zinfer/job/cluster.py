@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from zinfer.core.errors import ZinferError, environment_error
+from zinfer.core.errors import ZinferError, environment_error, error_line
 from zinfer.core.units import counted
 from zinfer.job.shard import wait_until_free
 from zinfer.job.signals import Signals
@@ -70,7 +70,8 @@ class Cluster:
             assert waiting.stdout is not None
             job = waiting.stdout.readline().strip().partition(";")[0]
             if not job:
-                raise environment_error(ClusterError(f"no job could be submitted: {_line(waiting.communicate()[1])}"))
+                why = error_line(ValueError(waiting.communicate()[1]))
+                raise environment_error(ClusterError(f"no job could be submitted: {why}"))
             atomic.write(self._id, job)
             on_message(f"submitted {counted(shards, 'job')}: {job}")
             try:
@@ -101,7 +102,3 @@ class Cluster:
         for path in paths:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -58,7 +58,6 @@ class Forecast:
     """Points and seconds that a sweep has left. Each load has points with a final record, which take no time."""
 
     def __init__(self, sweep: Sweep, loads: Sequence[tuple[LoadJob, Set[Key]]]) -> None:
-        self._sweep, self._planners = sweep, [job.planner for job, _ in loads]
         self._exact = not isinstance(sweep.batch_size, str)
         self._left: list[dict[Key, float | None]] = []  # for each load: its points to come, and their seconds
         self._loads: list[float] = []  # seconds until a load is ready
@@ -103,10 +102,7 @@ class Forecast:
 
     def seconds(self, index: int, key: Key) -> float:
         """Return the seconds of a point to come; 0 if unknown."""
-        seconds = self._left[index].get(key)
-        if seconds is None and isinstance(key, Case):
-            seconds = _seconds(self._sweep, self._planners[index], key.workload)
-        return self._scale * (seconds or 0.0)
+        return self._scale * (self._left[index].get(key) or 0.0)
 
     @property
     def _scale(self) -> float:

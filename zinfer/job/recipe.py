@@ -254,8 +254,7 @@ class Sweep(Frozen):
 
 def automatic(batch_size: str) -> tuple[int, ...]:
     """Return the batches before ``auto``. Raises RecipeError."""
-    *listed, last = batch_size.split(",")
-    return _sizes(",".join(listed) if listed and last == "auto" else batch_size) if batch_size != "auto" else ()
+    return () if batch_size == "auto" else _sizes(batch_size.removesuffix(",auto"))
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:

@@ -1,6 +1,6 @@
 """Contents of a report, in order."""
 
-from zinfer.report import cost, evidence, measured, summary
+from zinfer.report import cost, evidence, measured, predicted, summary
 from zinfer.report.document import Document
 from zinfer.report.findings import Findings
 
@@ -10,6 +10,7 @@ def document(findings: Findings) -> Document:
     sections = (
         summary.summary(findings),
         measured.results(findings),
+        predicted.predictions(findings),
         cost.costs(findings),
         measured.studies(findings),
         measured.system(findings),
@@ -18,5 +19,5 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    subtitle = f"{subject}{evidence.measured_with(findings.points)}"
+    subtitle = f"{subject}{evidence.measured_with(findings.points)} Measured numbers are plain, predictions shaded."
     return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))

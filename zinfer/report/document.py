@@ -7,7 +7,7 @@ The only markup is a pair of backticks in a sentence, around words to be typed.
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["", "best", "failed"]
+Kind = Literal["", "best", "failed", "predicted"]
 
 
 class Heading(NamedTuple):
@@ -44,7 +44,8 @@ class Row(NamedTuple):
 class Table(NamedTuple):
     """Table; a `folded` one is closed on the screen and not printed.
 
-    A column whose title starts with ``#``, which is not shown, holds numbers and stands flush right.
+    A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
+    and look so. The marks themselves are not shown.
     """
 
     caption: str
@@ -61,7 +62,7 @@ class Table(NamedTuple):
     @property
     def heads(self) -> tuple[tuple[str, str], ...]:
         """Title and mark of each column; the mark is empty for text."""
-        return tuple((title.removeprefix("#"), "#" * title.startswith("#")) for title in self.columns)
+        return tuple((title.lstrip("#~"), title[:1] if title[:1] in ("#", "~") else "") for title in self.columns)
 
 
 class Picture(NamedTuple):
@@ -72,7 +73,13 @@ class Picture(NamedTuple):
     svg: str
 
 
-Block = Heading | Text | Items | Command | Table | Picture
+class Signature(NamedTuple):
+    """Lines that are filled in by hand."""
+
+    lines: tuple[str, ...]
+
+
+Block = Heading | Text | Items | Command | Table | Picture | Signature
 
 
 class Section(NamedTuple):

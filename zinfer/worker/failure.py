@@ -5,11 +5,10 @@ import traceback
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.engine import OptionError
-from zinfer.core.errors import ENVIRONMENT, INTERNAL, ZinferError, error_line, is_out_of_memory
+from zinfer.core.errors import ENVIRONMENT, INTERNAL, NotFiniteError, ZinferError, error_line, is_out_of_memory
 from zinfer.core.model import ModelError
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
-from zinfer.generation.sampling import NotFiniteError
 from zinfer.record.measurement import Status
 from zinfer.system.documents import DocumentError
 

@@ -3,12 +3,10 @@
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
-from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence
@@ -24,13 +22,11 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     if session.scheduler is not None:
         session.scheduler.end()
     session.added = []
-    folder = None if command.folder is None else KeptFolder(Path(command.folder), command.folder_size)
     session.scheduler = ContinuousScheduler(
-        session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size, folder
+        session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size
     )
     return BatchStarted(
         positions=session.scheduler.schedule.limits.positions,
-        notes=session.scheduler.take_notes(),
         cannot_score=session.engine.cannot_score(),
         cannot_reuse=session.scheduler.cannot_reuse,
     )
@@ -42,7 +38,6 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     if running is None:
         raise EngineError("no batch is running")
     schedule = running.schedule
-    schedule.ending = command.ending
     answer_s = ANSWER_S if command.answer_s is None else command.answer_s
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
@@ -68,9 +63,8 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         rows=rows,
         running=len(schedule.running),
         waiting=len(schedule.waiting),
-        kept_bytes=0 if running.prefixes is None else running.prefixes.held,
+        kept_bytes=running.prefixes.held,
         dropped=dropped,
-        notes=running.take_notes(),
         **counts,
     )
 
@@ -90,18 +84,20 @@ def _update(session: Session, sequence: Sequence) -> Update:
     prompt = None
     if sequence.echo:
         sequence.echo = False  # it goes out once
-        prompt = EchoedPrompt(
-            text=session.tokenizer().decode(sequence.prompt_ids), first=session.token_text(sequence.prompt_ids[0]),
-            scores=_token_scores(session, sequence.prompt_scores),
-        )  # fmt: skip
+        text, first = session.tokenizer().decode(sequence.prompt_ids), session.token_text(sequence.prompt_ids[0])
+        prompt = EchoedPrompt(text=text, first=first, scores=_token_scores(session, sequence.prompt_scores))
         sequence.prompt_scores = []
     return Update(
-        key=sequence.key, tokens=tokens, text=sequence.text,
+        key=sequence.key,
+        tokens=tokens,
+        text=sequence.text,
         delta=sequence.new_text(session.tokenizer()) if sequence.stream else "",
-        finish_reason=sequence.finish_reason, prompt=prompt, scores=_token_scores(session, scores),
+        prompt=prompt,
+        scores=_token_scores(session, scores),
         failure=None if sequence.error is None else Failure(code="nan_output", message=sequence.error),
+        finish_reason=sequence.finish_reason,
         cached=sequence.cached,
-    )  # fmt: skip
+    )
 
 
 def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.base import Engine
+from zinfer.engine.base import Engine, Work
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.measurement import Span, Status, spans
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
+THROTTLING = {  # reasons of NVML, by name
+    "SwPowerCap": 4,
+    "HwSlowdown": 8,
+    "SwThermalSlowdown": 32,
+    "HwThermalSlowdown": 64,
+    "HwPowerBrake": 128,
+}
 
 Clock = Callable[[], float]  # seconds
 
@@ -43,19 +51,13 @@ class Samples:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, as the reader of a token does.
-
-    Copies for the next step, on an engine's own stream, go on meanwhile.
-    """
+    """Wait for the device, as the reader of a token does. Copies on an engine's own stream go on meanwhile."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def prompts(workload: Workload, vocab_size: int) -> Tensor:
-    """Return random token ids ``[B, S]`` (int64), the same for every engine.
-
-    The lowest ids, often special, are left out.
-    """
+    """Return random token ids ``[B, S]``, the same for every engine; not the lowest, often special."""
     generator = torch.Generator().manual_seed(workload.batch_size)
     low = min(8, vocab_size - 1)
     shape = (workload.batch_size, workload.input_len)
@@ -90,18 +92,18 @@ def measure(
     on_progress: Progress = silent,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fill `samples` with up to `repeats` whole runs of `workload`.
-
-    There are fewer once `enough` says so of their times (ms).
-    With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
-    Samples are left in place whatever the engine raises. After the last run one more step is traced, outside of all
-    samples; an error in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
-    """
+    """Fill `samples` with up to `repeats` whole runs of `workload`. There are fewer once `enough` says so of their
+    times (ms). With no repeats only the warm-up runs, which tells whether the batch fits. Samples stay whatever the
+    engine raises. After the last run one more step is traced, outside of all samples. Logits that are not finite end it
+    with status ``nan_output``."""
     token_ids = prompts(workload, vocab_size).to(engine.device)
     mask = torch.ones_like(token_ids)
-    total = repeats * workload.output_len
     sampler = Greedy()
     loop = DecodeLoop(engine, sampler)
+
+    def tick(step: int) -> None:
+        on_progress(samples.stage, step / (repeats * workload.output_len))
+
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
             on_progress("warm-up", 0.0)
@@ -113,15 +115,7 @@ def measure(
             sampler.finite()
             telemetry.start()
             for repeat in range(repeats):
-                first_ms, step_ms = _run_once(
-                    loop,
-                    token_ids,
-                    mask,
-                    workload,
-                    samples,
-                    lambda step: on_progress(samples.stage, step / total),
-                    clock,
-                )
+                first_ms, step_ms = _run_once(loop, token_ids, workload, samples, tick, clock)
                 if not sampler.finite():
                     samples.status = "nan_output"
                     return
@@ -131,7 +125,9 @@ def measure(
                 if repeat + 1 == repeats or enough(e2e):
                     samples.gpu = telemetry.summary()
                     with suppress(Exception):
-                        samples.timeline = spans(loop.timeline())
+                        samples.timeline = spans(
+                            engine.timeline([Work(loop.batch, loop.tokens[:, None])])
+                        )  # a step that counts for nothing
                     return
         finally:
             samples.gpu = samples.gpu or telemetry.summary()
@@ -140,107 +136,83 @@ def measure(
 
 
 def _run_once(
-    loop: DecodeLoop,
-    token_ids: Tensor,
-    mask: Tensor,
-    workload: Workload,
-    samples: Samples,
-    tick: Callable[[int], None],
-    clock: Clock,
+    loop: DecodeLoop, token_ids: Tensor, workload: Workload, samples: Samples, tick: Callable[[int], None], clock: Clock
 ) -> tuple[float, tuple[float, ...]]:
-    """Time one repeat: its prefill and its decode steps, in ms.
-
-    The KV cache has room for one step more: a run takes one token less than is reserved.
-    """
-    done, device = len(samples.ttft_ms) * workload.output_len, loop.engine.device
-    loop.end()
-    synchronize(device)
+    """Time one repeat: its prefill and its decode steps, in ms."""
+    done, step_ms = len(samples.ttft_ms) * workload.output_len, list[float]()
     samples.stage = "prefill"
     tick(done)
-    start = clock()
-    loop.start(token_ids, mask, reserve=workload.output_len)
-    synchronize(device)
-    last = clock()
-    first_ms = (last - start) * 1e3
+    first_ms = first_token_ms(loop, token_ids, reserve=workload.output_len, clock=clock)
     samples.stage = "decode"
-    step_ms = []
     for step in range(1, workload.output_len):
+        last = clock()
         loop.step()
-        synchronize(device)
+        synchronize(loop.engine.device)
         step_ms.append((clock() - last) * 1e3)
         tick(done + step)
-        last = clock()
     return first_ms, tuple(step_ms)
 
 
 def first_token_ms(
     loop: DecodeLoop,
     token_ids: Tensor,
-    past: Callable[[], Sequence["KVSnapshot"]] = lambda: (),
+    past: Sequence["KVSnapshot"] = (),
+    reserve: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return the milliseconds to the first token, with those of `past()`."""
+    """Return the milliseconds to the first token, with the positions of `past`; a batch that was running is ended."""
     loop.end()
     synchronize(loop.engine.device)
     start = clock()
-    loop.start(token_ids, torch.ones_like(token_ids), reserve=1, past=past())
+    loop.start(token_ids, torch.ones_like(token_ids), reserve=reserve, past=past)
     synchronize(loop.engine.device)
     return (clock() - start) * 1e3
 
 
 class Telemetry:
-    """Telemetry of the first `count` GPUs, by NVML.
-
-    Clocks, temperature and reasons for throttling are those of any, power and energy of all together. Without NVML, or
-    without a GPU, the summary is empty.
-    """
+    """Telemetry of the first `count` GPUs, by NVML. Clocks, temperature and reasons for throttling are those of any,
+    power and energy of all together. Without NVML, or without a GPU, the summary is empty."""
 
     def __init__(self, device: torch.device, count: int = 1) -> None:
         self._handles: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._power: list[float] = []
-        self._clock: list[int] = []
-        self._temperature: list[int] = []
+        self._power, self._clock, self._temperature = list[int](), list[int](), list[int]()
         self._reasons = 0
-        if device.type != "cuda":
-            return
-        with suppress(Exception):
-            import pynvml
+        if device.type == "cuda":
+            with suppress(Exception):
+                import pynvml
 
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            for number in range(count):
-                uuid = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
-                self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+                for number in range(count):
+                    uuid = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+                    self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
     def __enter__(self) -> "Telemetry":
         return self
 
     def start(self) -> None:
         """Begin to sample, and to count energy."""
-        if not self._handles:
-            return
-        self._energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
-        self._started = time.perf_counter()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
+        if self._handles:
+            self._energy, self._started = self._read("TotalEnergyConsumption"), time.perf_counter()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
 
-    def _read(self, function: str, *args: Any) -> list[int]:
+    def _read(self, what: str, *args: Any) -> list[int]:
         """Return the reading of each GPU; none if one has none."""
         try:
-            return [getattr(self._nvml, function)(handle, *args) for handle in self._handles]
+            return [getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *args) for handle in self._handles]
         except self._nvml.NVMLError:
             return []
 
     def _sample(self) -> None:
-        nvml = self._nvml
         while not self._stop.wait(SAMPLE_SECONDS):
-            if power := self._read("nvmlDeviceGetPowerUsage"):
+            if power := self._read("PowerUsage"):
                 self._power.append(sum(power))
-            self._clock += self._read("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
-            self._temperature += self._read("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)
-            for reasons in self._read("nvmlDeviceGetCurrentClocksThrottleReasons"):
+            self._clock += self._read("ClockInfo", self._nvml.NVML_CLOCK_SM)
+            self._temperature += self._read("Temperature", self._nvml.NVML_TEMPERATURE_GPU)
+            for reasons in self._read("CurrentClocksThrottleReasons"):
                 self._reasons |= reasons
 
     def __exit__(self, *_exception: object) -> None:
@@ -254,21 +226,14 @@ class Telemetry:
             return {}
         self.__exit__()
         summary: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
-        energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
+        energy = self._read("TotalEnergyConsumption")
         if energy and self._energy:
             summary["energy_j"] = (sum(energy) - sum(self._energy)) / 1e3
         if self._power:
-            summary["power_w_mean"] = round(sum(self._power) / len(self._power) / 1e3, 1)
+            summary["power_w_mean"] = round(mean(self._power) / 1e3, 1)
         if self._clock:
             summary |= {"sm_clock_mhz_min": min(self._clock), "sm_clock_mhz_max": max(self._clock)}
         if self._temperature:
             summary["temperature_c_max"] = max(self._temperature)
-        names = {
-            "SwPowerCap": 4,
-            "HwSlowdown": 8,
-            "SwThermalSlowdown": 32,
-            "HwThermalSlowdown": 64,
-            "HwPowerBrake": 128,
-        }
-        summary["throttle_reasons"] = sorted(name for name, bit in names.items() if self._reasons & bit)
+        summary["throttle_reasons"] = sorted(name for name, bit in THROTTLING.items() if self._reasons & bit)
         return summary

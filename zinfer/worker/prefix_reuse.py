@@ -1,9 +1,6 @@
 """Measurement of `zinfer study reuse`: a whole prefill against one that continues from a kept KV cache."""
 
-import os
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +8,6 @@ from torch import Tensor
 
 from zinfer.core.case import Workload
 from zinfer.engine import EngineError
-from zinfer.engine.kv_file import drop_from_page_cache, read, write
-from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.study import Reload
@@ -30,17 +25,13 @@ class _Recording:
 
 
 def prefix_reuse(session: Session, request: PrefixReuse) -> Reload:
-    """Time rounds in which each way has its turn, after a warm-up.
-
-    The file is read from its disk each time, where the file system allows it. Raises EngineError where the engine
-    cannot keep anything, and whatever running out of memory raises.
-    """
+    """Time rounds in which each way has its turn, after a warm-up. Raises EngineError where the engine cannot keep
+    anything, and whatever running out of memory raises."""
     engine, context, new_tokens = session.engine, request.context, request.new_tokens
     if (why_not := engine.cannot_snapshot()) is not None:
         raise EngineError(why_not)
     workload, label = Workload(batch_size=1, input_len=context, output_len=1), f"{context:,} tokens"
     token_ids = prompts(workload, session.plan.model.vocab_size).to(engine.device)
-    pin = engine.device.type == "cuda"
     sampler = _Recording()
     loop = DecodeLoop(engine, sampler)
     with ExitStack() as stack:
@@ -48,38 +39,18 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> Reload:
         session.on_progress(label, 0.0)
         first_token_ms(loop, token_ids)
         computed = sampler.logits
-        kept = loop.snapshot(0, context - new_tokens)
+        kept = engine.snapshot(loop.batch, 0, context - new_tokens)
         stack.callback(kept.close)
-        ways: dict[str, Callable[[], Sequence[KVSnapshot]]] = {"recompute": lambda: (), "memory": lambda: (kept,)}
-        path: Path | None = None
-        loaded: list[KVSnapshot] = []
-        if request.folder is not None:
-            path = Path(request.folder) / f"zinfer-reuse-{os.getpid()}.safetensors"
-            stack.callback(path.unlink, missing_ok=True)
-            write(kept, path, {})
-
-            def from_disk(path: Path = path) -> Sequence[KVSnapshot]:
-                loaded.append(read(path, 0, pin))
-                return loaded
-
-            ways["disk"] = from_disk
-        samples: dict[str, list[float]] = {way: [] for way in ways}
+        samples: dict[str, list[float]] = {"recompute": [], "memory": []}
         difference, same = 0.0, True
         for turn in range(request.repeats + 1):
-            for number, (way, past) in enumerate(ways.items()):
-                if way == "disk" and path is not None:
-                    drop_from_page_cache(path)
-                try:
-                    milliseconds = first_token_ms(loop, token_ids, past)
-                finally:
-                    while loaded:
-                        loaded.pop().close()
+            for number, (way, taken) in enumerate(samples.items(), 1):
+                milliseconds = first_token_ms(loop, token_ids, [kept] if way == "memory" else [])
                 difference = max(difference, float((sampler.logits.float() - computed.float()).abs().max()))
                 same &= torch.equal(sampler.logits.argmax(-1), computed.argmax(-1))
                 if turn:  # the first one warms up
-                    samples[way].append(round(milliseconds, 4))
-                done = turn * len(ways) + number + 1
-                session.on_progress(label, done / (len(ways) * (request.repeats + 1)))
+                    taken.append(round(milliseconds, 4))
+                session.on_progress(label, (turn + number / 2) / (request.repeats + 1))
         times: dict[str, Any] = {f"{way}_ms": tuple(taken) for way, taken in samples.items()}
         findings: dict[str, Any] = {"kept_bytes": kept.nbytes, "same_token": same, "max_difference": difference}
         return Reload(context=context, new_tokens=new_tokens, **times, **findings)

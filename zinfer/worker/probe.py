@@ -1,10 +1,8 @@
 """Measurement of a machine's bandwidths and matrix products. Only this file and `measure` hold a clock.
 
-Weight streaming runs at the speed of one copy, host to device. That speed depends on the block size, on page-locked
-memory and on traffic in the other direction, so all of these are measured, not looked up. CUDA work is timed with
-events, everything else by the wall clock; each figure is the median of several samples after a warm-up.
-
-Without a GPU the CPU is the device: `h2d_bandwidth` is then the rate of a copy within host memory.
+The rate of a copy depends on page-locked memory and on traffic in the other direction, so all of these are measured,
+not looked up. Each figure is the median of several samples after a warm-up. Without a GPU the CPU is the device:
+`h2d_bandwidth` is then the rate of a copy within host memory.
 """
 
 import contextlib

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,19 +35,9 @@ from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
 from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
+from zinfer.worker import tasks
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import (
-    NAMES,
-    TASKS,
-    AddRequests,
-    Answer,
-    BatchStep,
-    BatchStepped,
-    Command,
-    Load,
-    Measure,
-    MeasureRequests,
-)
+from zinfer.worker.tasks import AddRequests, Answer, BatchStep, BatchStepped, Command, Load, Measure, MeasureRequests
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -101,20 +92,28 @@ class WorkerDied(WorkerError):
 class Client(ABC):
     """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
-    def __init__(self, target: str, on_progress: Progress, on_loaded: OnLoaded, revision: str) -> None:
-        self._target, self._on_progress, self._on_loaded, self._revision = target, on_progress, on_loaded, revision
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float = 0.0,
+        on_progress: Progress = silent,
+        on_loaded: OnLoaded = lambda _size, _seconds: None,
+        debug: bool = False,
+        revision: str = "",
+    ) -> None:
+        self._target, self._timeout, self._debug, self._revision = target, timeout_s, debug, revision
+        self._on_progress, self._on_loaded = on_progress, on_loaded
 
     def ask(self, command: Command[Answer]) -> Answer:
-        """Return the answer to a command of `zinfer.worker.tasks`.
-
-        Raises TaskFailed where the task failed, WorkerDied where the worker ended without an answer.
-        """
-        name = NAMES[type(command)]
+        """Return the answer to a command of `zinfer.worker.tasks`. Raises TaskFailed where the task failed, WorkerDied
+        where the worker ended without an answer."""
+        name = tasks.NAMES[type(command)]
         answer = self._exchange({"task": name, "request": command.model_dump(mode="json")})
         if "failure" in answer:
             failure = TaskFailure.model_validate(answer["failure"])
             raise TaskFailed(failure.status, failure.error, failure.exit_code)
-        validated: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
+        validated: Answer = tasks.TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
         return validated
 
     def load(self, plan: Plan) -> None:
@@ -157,26 +156,14 @@ class Client(ABC):
 
 
 class Worker(Client):
-    """Worker in a process of its own. Starts it, sends it requests, watches the time.
+    """Worker in a process of its own. Starts it, sends it requests, watches the time. `target` is the engine as
+    ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may not be others. Raises
+    WorkerDied when the process crashes (`crashed`), cannot go on without memory (`oom_gpu`, `oom_host`) or overruns
+    `timeout_s` in a request (`timeout`; it is killed then)."""
 
-    `target` is the engine as ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may
-    not be others. Raises WorkerDied when the process crashes (`crashed`), cannot go on
-    without memory (`oom_gpu`, `oom_host`) or overruns `timeout_s` in a request (`timeout`; it is killed then).
-    """
-
-    def __init__(
-        self,
-        target: str,
-        *,
-        timeout_s: float,
-        on_progress: Progress = silent,
-        on_loaded: OnLoaded = lambda _size, _seconds: None,
-        debug: bool = False,
-        revision: str = "",
-    ) -> None:
-        super().__init__(target, on_progress, on_loaded, revision)
-        self._timeout = timeout_s
-        self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
+    def __init__(self, target: str, *, timeout_s: float, **settings: Any) -> None:
+        super().__init__(target, timeout_s=timeout_s, **settings)
+        self._log: IO[bytes] | None = None if self._debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills, self._killed = _count_oom_kills(), False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zinfer.worker.server"],
@@ -186,7 +173,7 @@ class Worker(Client):
             env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
-        self._unregister = at_end(self._abort)
+        self._unregister = at_end(partial(self._end, 1.0))  # others may wait for this process
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -242,23 +229,17 @@ class Worker(Client):
 
     def kill(self) -> None:
         self._killed = True
-        self._kill_group()
-        with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
-            self._process.wait(timeout=KILL_S)
+        self._end(KILL_S)
         self._unregister()
-        scratch.remove_abandoned()  # what it owned
 
-    def _abort(self) -> None:
-        """End the worker within a second: others may wait for this process."""
-        self._kill_group()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1)
-        scratch.remove_abandoned()
-
-    def _kill_group(self) -> None:
+    def _end(self, seconds: float) -> None:
+        """Kill the process and what it started, and remove what it owned."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # also one that leads no group yet
+        with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
+            self._process.wait(timeout=seconds)
+        scratch.remove_abandoned()
 
     def close(self) -> None:
         """Let the worker finish in order. Kill it if it does not within half a minute."""

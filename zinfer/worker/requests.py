@@ -1,9 +1,7 @@
-"""Clock of a load of requests.
-
-It lets them arrive, runs passes, and notes when each request gets its tokens.
+"""Clock of a load of requests: it lets them arrive, runs passes, and notes when each request gets its tokens.
 
 Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored, so that
-lengths are exact. Time is taken at the end of each pass.
+lengths are exact.
 """
 
 import time
@@ -14,13 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from zinfer.core.errors import NotFiniteError
 from zinfer.core.model import check_positions
 from zinfer.core.progress import Progress, silent
 from zinfer.core.request import Request
 from zinfer.core.requests import RequestLoad
 from zinfer.engine.base import Engine
-from zinfer.generation.drafts import Drafts, NgramDrafter
-from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
@@ -48,10 +45,8 @@ class _NoText:
 
 @dataclass
 class LoadSamples:
-    """Samples of a load of requests; those taken before an exception stay.
-
-    Times are seconds from the start; `arrived`, and `runs` of a `RequestSample`, go by the number of the request.
-    """
+    """Samples of a load of requests; those taken before an exception stay. Times are seconds from the start; `arrived`,
+    and `runs` of a `RequestSample`, go by the number of the request."""
 
     stage: str = "warm-up"
     pass_s: list[float] = field(default_factory=list)
@@ -76,19 +71,20 @@ class LoadSamples:
 
     def fields(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the fields of a `RequestPoint`. Requests that did not arrive are left out."""
-        return {
-            "pass_ms": [seconds * 1e3 for seconds in self.pass_s],
-            "samples": [
-                RequestSample(
-                    input_len=input_len, output_len=output_len, arrived_ms=self.arrived[key] * 1e3,
-                    runs=tuple(self.runs.get(key, ())),
-                )
-                for key, (input_len, output_len) in enumerate(lengths)
-                if key in self.arrived
-            ],
-            "counts": self.counts, "busy_ms": self.busy_s * 1e3, "waiting_ms": self.waiting_s * 1e3,
-            "waiting_tokens": self.waiting_tokens, "kv_positions": self.positions, "gpu": self.gpu,
-        }  # fmt: skip
+        arrived = [(key, *pair) for key, pair in enumerate(lengths) if key in self.arrived]
+        samples = [
+            RequestSample(
+                input_len=input_len,
+                output_len=output_len,
+                arrived_ms=self.arrived[key] * 1e3,
+                runs=tuple(self.runs.get(key, ())),
+            )
+            for key, input_len, output_len in arrived
+        ]
+        waiting = {"waiting_ms": self.waiting_s * 1e3, "waiting_tokens": self.waiting_tokens}
+        passes = {"pass_ms": [seconds * 1e3 for seconds in self.pass_s], "busy_ms": self.busy_s * 1e3}
+        counts = {"counts": self.counts, "kv_positions": self.positions, "gpu": self.gpu}
+        return {"samples": samples, **passes, **waiting, **counts}
 
 
 def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint:
@@ -113,10 +109,7 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
 
 
 def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:
-    """Give requests without a prompt random tokens, the same for every engine.
-
-    The lowest ids, often special, are left out.
-    """
+    """Give requests without a prompt random tokens, the same for every engine; not the lowest, often special."""
     generator = torch.Generator().manual_seed(seed)
     low = min(8, vocab_size - 1)
     for request, length in zip(requests, input_lens, strict=True):
@@ -134,12 +127,9 @@ def run_load(
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Run requests to their ends, and fill `samples`.
-
-    In a closed loop a request arrives when the one before it ends, or, with ``auto``, when the pass begins in which
-    there is room for it; in an open loop at its own time, which may lie within a pass. Raises the errors of
-    `ContinuousScheduler.step`, and NotFiniteError.
-    """
+    """Run requests to their ends, and fill `samples`. In a closed loop a request arrives when the one before it ends,
+    or, with ``auto``, when the pass begins in which there is room for it; in an open loop at its own time. Raises the
+    errors of `ContinuousScheduler.step`, and NotFiniteError."""
     max_rows = load.in_flight if isinstance(load.in_flight, int) else None
     largest = largest_load(engine.planner, [(request.length, request.left) for request in requests], max_rows)
 
@@ -154,7 +144,10 @@ def run_load(
             synchronize(engine.device)
             samples.stage = "requests"
             telemetry.start()
-            _Load(scheduler(), requests, load, samples, on_progress, clock, sleep).run()
+            if load.order == "longest-first":
+                requests = sorted(requests, key=lambda request: -request.left)
+            coming, tokens = deque(zip(load.arrivals(), requests, strict=True)), sum(row.left for row in requests)
+            _Load(scheduler(), load, samples, coming, tokens, on_progress, clock, sleep).run()
         finally:
             samples.gpu = telemetry.summary()
 
@@ -170,75 +163,61 @@ def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
         running.end()
 
 
+@dataclass
 class _Load:
-    """A load under way."""
+    """A load under way: requests that are still to come, each with its time, and tokens of all."""
 
-    def __init__(
-        self,
-        running: ContinuousScheduler,
-        requests: Sequence[Request],
-        load: RequestLoad,
-        samples: LoadSamples,
-        on_progress: Progress,
-        clock: Clock,
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._running, self._load, self._samples = running, load, samples
-        self._on_progress, self._clock, self._sleep = on_progress, clock, sleep
-        if load.order == "longest-first":
-            requests = sorted(requests, key=lambda request: -request.left)
-        self._coming = deque(zip(load.arrivals(), requests, strict=True))
-        self._tokens = sum(request.left for request in requests)
-        self._done = 0
+    running: ContinuousScheduler
+    load: RequestLoad
+    samples: LoadSamples
+    coming: deque[tuple[float, Request]]
+    tokens: int
+    on_progress: Progress
+    clock: Clock
+    sleep: Callable[[float], None]
+    done: int = 0
 
     def run(self) -> None:
-        running, samples = self._running, self._samples
+        running, samples = self.running, self.samples
         samples.positions = running.schedule.limits.positions
-        began = self._clock()
+        began = self.clock()
         try:
-            while self._coming or running.running:
-                now = self._clock() - began
+            while self.coming or running.running:
+                now = self.clock() - began
                 self._arrive(now)
                 if running.running:
                     self._pass(now, began)
                 else:
-                    self._sleep(min(NAP_S, max(0.0, self._coming[0][0] - now)))
-                self._on_progress("requests", self._done / self._tokens)
+                    self.sleep(min(NAP_S, max(0.0, self.coming[0][0] - now)))
+                self.on_progress("requests", self.done / self.tokens)
             running.release()
         finally:
-            tally, drafts = running.schedule.tally, running.drafts or Drafts(NgramDrafter())
-            samples.counts = PassCounts(
-                read=tally.read, padded=tally.padded, computed=tally.computed, again=tally.again,
-                suspended=tally.suspended, merged=tally.merged, retries=tally.retries,
-                drafted=drafts.drafted, accepted=drafts.accepted, checked=drafts.checked,
-                drafting_ms=drafts.seconds * 1e3,
-            )  # fmt: skip
+            counted = vars(running.schedule.tally) | {"checked": running.drafts.checked}
+            counts = {name: counted[name] for name in PassCounts.model_fields.keys() & counted.keys()}
+            samples.counts = PassCounts(**counts, drafting_ms=running.drafts.seconds * 1e3)
             running.end()
 
     def _arrive(self, now: float) -> None:
         """Hand the requests that have come by now to the scheduler."""
-        new: list[Request] = []
-        in_flight = self._load.in_flight
-        while self._coming:
-            moment, request = self._coming[0]
+        in_flight = self.load.in_flight
+        while self.coming:
+            moment, request = self.coming[0]
             if in_flight is None and moment > now:
                 break
-            if isinstance(in_flight, int) and len(self._running.sequences) + len(new) >= in_flight:
+            if isinstance(in_flight, int) and len(self.running.sequences) >= in_flight:
                 break
-            self._coming.popleft()
-            new.append(request)
+            self.coming.popleft()
+            self.running.add([request])
             if in_flight != "auto":  # those arrive where they begin
-                self._samples.arrived[request.key] = moment if in_flight is None else now
-        if new:
-            self._running.add(new)
+                self.samples.arrived[request.key] = moment if in_flight is None else now
 
     def _pass(self, start: float, began: float) -> None:
-        running, samples, schedule = self._running, self._samples, self._running.schedule
+        running, samples, schedule = self.running, self.samples, self.running.schedule
         computed = schedule.tally.computed
         touched = running.step()
         synchronize(running.engine.device)
-        end = self._clock() - began
-        if self._load.in_flight == "auto":
+        end = self.clock() - began
+        if self.load.in_flight == "auto":
             for row in schedule.begun:
                 if row.key not in schedule.waiting:
                     samples.arrived.setdefault(row.key, start)
@@ -250,7 +229,7 @@ class _Load:
                 raise NotFiniteError
             samples.tokens(request.key, running.gained[request.key])
         gained = sum(running.gained[request.key] for request in touched)
-        self._done += gained
-        if schedule.waiting or (self._coming and self._load.in_flight is not None):
+        self.done += gained
+        if schedule.waiting or (self.coming and self.load.in_flight is not None):
             samples.waiting_s += end - start
             samples.waiting_tokens += gained

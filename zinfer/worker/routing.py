@@ -6,6 +6,7 @@ as many places in the text, which move on together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,12 +55,6 @@ def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:
         ]
         for token in range(length)
     ]
-
-
-def batch_sizes(spec: ModelSpec, tokens: int) -> list[int]:
-    """Return the batch sizes of steps that bring experts on demand: 1, 2, 4, .. and the largest, at most `tokens`."""
-    largest = min(whole_tokens(spec) - 1, tokens)
-    return sorted({1 << power for power in range(largest.bit_length())} | {max(1, largest)})
 
 
 def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
@@ -121,13 +116,12 @@ def measure(
     every = len(watched.chosen) * watched.count
     sizes = dict.fromkeys(max(1, round(share * every)) for share in SHARES)
     rows, touched = [], []
-    for batch_size in batch_sizes(spec, len(steps)):
+    largest = min(whole_tokens(spec) - 1, len(steps))  # of steps that bring experts on demand
+    for batch_size in sorted({1 << power for power in range(largest.bit_length())} | {max(1, largest)}):
         batches = side_by_side(steps, batch_size)
-        rows += [
-            Hits(policy=policy, experts=size, hits=replay(batches, policy, size), batch_size=batch_size)
-            for size in sizes
-            for policy in POLICIES
-        ]
+        for size, policy in product(sizes, POLICIES):
+            hits = replay(batches, policy, size)
+            rows.append(Hits(policy=policy, experts=size, hits=hits, batch_size=batch_size))
         if batch_size > 1:
             needs = sum(len(experts) for step in batches for _, experts in step)
             touched.append(Touched(batch_size=batch_size, share=needs / (len(batches) * every)))

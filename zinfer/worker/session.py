@@ -22,7 +22,7 @@ from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
-from zinfer.worker.failure import TaskFailure, failure_of
+from zinfer.worker.failure import failure_of
 from zinfer.worker.process import WorkerDied, now, versions
 from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, Loaded, Measure
 
@@ -79,29 +79,23 @@ class Session:
             self._token_texts[token] = self.tokenizer().text_of(token)
         return self._token_texts[token]
 
-    def answer(self, message: Any) -> dict[str, Any]:
-        """Run one task.
-
-        ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``.
-        """
-        name = str(message.get("task")) if isinstance(message, dict) else ""
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one task. ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``."""
+        name = message["task"]
         try:
-            return {"answer": self._run(name, message).model_dump(mode="json")}
-        except _MalformedError as error:
-            failure = TaskFailure(status="unsupported", error=str(error), stage=name)
+            return {"answer": self._run(name, message.get("request")).model_dump(mode="json")}
         except WorkerDied:  # raised by a stand-in for a process that ends
             raise
         except Exception as error:
-            failure = failure_of(error, name)
-        return {"failure": failure.model_dump(mode="json")}
+            return {"failure": failure_of(error, name).model_dump(mode="json")}
 
-    def _run(self, name: str, message: Any) -> Frozen:
+    def _run(self, name: str, request: Any) -> Frozen:
         if name not in TASKS:
-            raise _MalformedError(f"no task {name!r}; there are {', '.join(TASKS)}")
+            raise EngineError(f"no task {name!r}; there are {', '.join(TASKS)}")
         try:
-            command = TASKS[name].command.model_validate(message.get("request"))
+            command = TASKS[name].command.model_validate(request)
         except ValidationError as error:
-            raise _MalformedError(f"task {name}: {first_fault(error)}") from None
+            raise EngineError(f"task {name}: {first_fault(error)}") from None
         function = self._instead.get(name) or TASKS[name].function()
         return function(self, command)
 
@@ -120,10 +114,6 @@ class Session:
         return Measurement(case=case, **(self.facts.model_dump(exclude_unset=True) | fields))
 
 
-class _MalformedError(Exception):
-    """A message that is no command."""
-
-
 def import_engine(target: str) -> "MakeEngine":
     """Import the engine class at ``module:Class``; return what starts it."""
     from zinfer.engine import base
@@ -132,10 +122,8 @@ def import_engine(target: str) -> "MakeEngine":
 
 
 def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = import_engine) -> Loaded:
-    """Load the engine that `find` returns for the command's target.
-
-    An exception, and weights that have changed by its end, become a refused point.
-    """
+    """Load the engine that `find` returns for the command's target. An exception, and weights that have changed by its
+    end, become a refused point."""
     plan = command.plan
     session.facts = facts_of(plan)
     try:
@@ -150,10 +138,7 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        facts: dict[str, Any] = {
-            "versions": versions(plan.case.engine),
-            "link_bandwidth": measure_link(device),
-        }
+        facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
         session.engine = make(plan, session.on_progress)
@@ -175,10 +160,8 @@ def _check_weights(command: Load) -> None:
 
 def facts_of(plan: Plan) -> Facts:
     """Return the facts of a load that are known before it begins."""
-    spec = plan.model
-    return Facts(
-        machine=plan.machine.name, num_layers=spec.num_layers, total_layers=spec.total_layers, started_at=now()
-    )
+    spec, machine = plan.model, plan.machine.name
+    return Facts(machine=machine, num_layers=spec.num_layers, total_layers=spec.total_layers, started_at=now())
 
 
 def about(session: Session, _command: About) -> Facts:
@@ -204,30 +187,19 @@ def measure(session: Session, command: Measure) -> Measurement:
         spread = relative_half_width(e2e_ms)
         return spread is not None and spread <= command.tolerance
 
-    failed: dict[str, Any] = {}
-    vocab_size = session.plan.model.vocab_size
+    fields: dict[str, Any] = {}
     try:
-        run(
-            engine, case.workload, vocab_size, samples, repeats=command.repeats, enough=enough,
-            on_progress=session.on_progress,
-        )  # fmt: skip
+        vocab_size, repeats = session.plan.model.vocab_size, command.repeats
+        run(engine, case.workload, vocab_size, samples, repeats=repeats, enough=enough, on_progress=session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        failed = failure_of(error, samples.stage).recorded
-    fields: dict[str, Any] = {
-        "ttft_ms": samples.ttft_ms,
-        "step_ms": samples.step_ms,
-        "gpu": samples.gpu,
-        "timeline": samples.timeline,
-        **conditions(session, case, samples.status),
-    }
-    return session.point(case, **(fields | failed))
+        fields = failure_of(error, samples.stage).recorded
+    taken = {name: getattr(samples, name) for name in ("ttft_ms", "step_ms", "gpu", "timeline")}
+    return session.point(case, **taken | conditions(session, case, samples.status) | fields)
 
 
 def begin_point(session: Session) -> None:
-    """Note the time at which a point begins. Free memory, and reset its peaks.
-
-    Before the first one of a load, the links of several GPUs are measured.
-    """
+    """Note the time at which a point begins. Free memory, and reset its peaks. Before the first one of a load, the
+    links of several GPUs are measured."""
     from zinfer.worker.probe import measure_links
 
     session.engine.clear()  # it may keep the memory of the last batch for the next one
@@ -238,17 +210,10 @@ def begin_point(session: Session) -> None:
 
 
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
-    """Return what a point records at its end. Memory, the placement of the weights, and its status.
-
-    It differs from `status` if the weights are not where the case wants them.
-    """
-    engine = session.engine
-    effective = engine.effective()
-    fields: dict[str, Any] = {
-        "effective": effective,
-        "host_peak_bytes": engine.host_memory(),
-        "status": status,
-    }
+    """Return what a point records at its end. Memory, the placement of the weights, and its status. It differs from
+    `status` if the weights are not where the case wants them."""
+    engine, effective = session.engine, session.engine.effective()
+    fields: dict[str, Any] = {"effective": effective, "host_peak_bytes": engine.host_memory(), "status": status}
     if (memory := engine.device_memory()) is not None:
         fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))
     if status == "ok" and (shortfall := not_as_asked(case, effective, engine.plan.model.streamed_bytes)) is not None:
@@ -257,10 +222,8 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
 
 
 def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str | None:
-    """Return why weights are not where the case wants them, or None.
-
-    The layers of the model have `streamable` bytes, for an engine with none of them in host memory or on disk.
-    """
+    """Return why weights are not where the case wants them, or None. The layers of the model have `streamable` bytes,
+    for an engine with none of them in host memory or on disk."""
     offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes or streamable
     all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
     # The experts of a step may all have stayed, or the CPU may have computed them.

@@ -5,7 +5,7 @@ Commands and answers travel as JSON. The functions are imported where they run: 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from pydantic import Field
@@ -76,10 +76,8 @@ class Measure(Command[Measurement]):
 
 
 class MeasureRequests(Command[RequestPoint]):
-    """Measure the added requests, in their order, as a load.
-
-    A request without a prompt gets as many random tokens as `input_lens` has for it.
-    """
+    """Measure the added requests, in their order, as a load. A request without a prompt gets as many random tokens as
+    `input_lens` has for it."""
 
     case: Case
     load: RequestLoad
@@ -95,11 +93,8 @@ class Added(Message):
 
 
 class AddRequests(Command[Added]):
-    """Add requests for the next `BatchStep` or `MeasureRequests`.
-
-    Of each request `changes` has the fields that differ from those of the one before it, which may be the last that was
-    added: answers to one prompt carry it once.
-    """
+    """Add requests for the next `BatchStep` or `MeasureRequests`. Of each request `changes` has the fields that differ
+    from those of the one before it, which may be the last that was added: answers to one prompt carry it once."""
 
     changes: list[dict[str, Any]]
 
@@ -110,12 +105,15 @@ class AddRequests(Command[Added]):
         size, before = 0, dict[str, Any]()
         for request in requests:
             fields = {name: vars(request)[name] for name in _FIELDS}  # a subclass may have more
-            changed = _changed(before, fields)
-            if changes and size + _bytes(changed) > MESSAGE_BYTES:
+            fields["prompt_ids"] = list(request.prompt_ids)
+            changed = {name: value for name, value in fields.items() if name not in before or value != before[name]}
+            ids = len(changed.get("prompt_ids", ())) + len(changed.get("output_ids", ()))
+            upper = 512 + 8 * ids + 12 * sum(map(len, changed.get("stop", ())))  # bytes of JSON
+            if changes and size + upper > MESSAGE_BYTES:
                 yield cls(changes=changes)
                 changes, size = [], 0
             changes.append(changed)
-            size, before = size + _bytes(changed), fields
+            size, before = size + upper, fields
         if changes:
             yield cls(changes=changes)
 
@@ -130,47 +128,22 @@ class AddRequests(Command[Added]):
             yield Request(**fields)
 
 
-def _changed(before: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {
-        name: value
-        for name, value in fields.items()
-        if name not in before or (value is not before[name] and value != before[name])
-    }
-    return changed | ({"prompt_ids": list(changed["prompt_ids"])} if "prompt_ids" in changed else {})
-
-
-def _bytes(fields: Mapping[str, Any]) -> int:
-    """Return an upper bound of a request's JSON bytes."""
-    ids = len(fields.get("prompt_ids", ())) + len(fields.get("output_ids", ()))
-    return 512 + 8 * ids + 12 * sum(map(len, fields.get("stop", ())))
-
-
 class BatchStarted(Message):
-    """Positions of KV cache, and why prompts cannot be scored or reused.
-
-    `notes` are lines for the user.
-    """
+    """Positions of KV cache, and why prompts cannot be scored or reused."""
 
     positions: int
-    notes: list[str] = Field(default_factory=list)
     cannot_score: str | None = None
     cannot_reuse: str | None = None
 
 
 class BatchStart(Command[BatchStarted]):
-    """Begin a batch in place of a running one.
-
-    `load` is the largest load to reckon with; at most `rows` run at a time, the earliest before others if
-    `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the
-    disk under `folder`.
-    """
+    """Begin a batch in place of a running one. `load` is the largest load to reckon with; at most `rows` run at a time,
+    the earliest before others if `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory."""
 
     load: Workload
     rows: int | None = None
     arrivals: bool = False
     cache_size: int = 0
-    folder: str | None = None
-    folder_size: int = 0
 
 
 class BatchStepped(Message):
@@ -188,18 +161,13 @@ class BatchStepped(Message):
     accepted: int = 0
     kept_bytes: int = 0  # host memory that kept KV caches take now
     dropped: dict[int, str] = Field(default_factory=dict)  # texts of dropped rows that stream, by key
-    notes: list[str] = Field(default_factory=list)  # lines for the user
 
 
 class BatchStep(Command[BatchStepped]):
-    """Run passes until a row ends or `answer_s` seconds have gone by.
-
-    The default is a second, and 0 is one pass. First the rows whose keys are `drop` are discarded, and the added
-    requests begin to wait. `ending` is the chance that a row ends at a token before its limit.
-    """
+    """Run passes until a row ends or `answer_s` seconds have gone by. The default is a second, and 0 is one pass. First
+    the rows whose keys are `drop` are discarded, and the added requests begin to wait."""
 
     drop: list[int] = Field(default_factory=list)
-    ending: float = 0.0
     answer_s: float | None = None
 
 
@@ -207,15 +175,12 @@ class BatchStep(Command[BatchStepped]):
 
 
 class PrefixReuse(Command[Reload]):
-    """Time the first token after `context` tokens, computed and reloaded.
-
-    All but `new_tokens` are reloaded: from host memory, and from a file in `folder`.
-    """
+    """Time the first token after `context` tokens, computed and reloaded. All but `new_tokens` are reloaded from host
+    memory."""
 
     context: int
     new_tokens: int
     repeats: int
-    folder: str | None = None
 
 
 class LogitsFile(Message):
@@ -234,10 +199,8 @@ class LogitsRecorded(Message):
 
 
 class LogitsRecord(Command[LogitsRecorded]):
-    """Continue prompts of one length, and write the logits to `file`.
-
-    A row's `steps` tokens are those of `tokens`, or the most likely ones where that is None.
-    """
+    """Continue prompts of one length, and write the logits to `file`. A row's `steps` tokens are those of `tokens`, or
+    the most likely ones where that is None."""
 
     prompts: list[list[int]]
     tokens: list[list[int] | None]
@@ -252,10 +215,8 @@ class LogitsCompared(Message):
 
 
 class LogitsCompare(Command[LogitsCompared]):
-    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones.
-
-    The first row is row `first` of the record.
-    """
+    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones. The first row is row
+    `first` of the record."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]
@@ -272,8 +233,7 @@ class Task(NamedTuple):
 
     def function(self) -> Callable[[Any, Any], Frozen]:
         """Import the function."""
-        module, _, name = self.target.partition(":")
-        function: Callable[[Any, Any], Frozen] = getattr(import_module(module), name)
+        function: Callable[[Any, Any], Frozen] = resolve_name(self.target)
         return function
 
 

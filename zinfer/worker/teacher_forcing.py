@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zinfer.core.errors import NotFiniteError
 from zinfer.core.progress import Progress
 from zinfer.engine.base import Engine
-from zinfer.generation.sampling import NotFiniteError, greedy
+from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.study import Position
 from zinfer.worker.session import Session
@@ -23,10 +24,8 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 
 
 class Forced:
-    """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest.
-
-    `logits` are the last step's, ``[B, V]``.
-    """
+    """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest. `logits` are the last step's, ``[B,
+    V]``."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = iter(tokens.unbind(1))
@@ -41,10 +40,8 @@ class Forced:
 def _follow(
     engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, on_progress: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits ``[B, V]`` and next tokens ``[B]`` of each step.
-
-    These are `tokens` or, for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers.
-    """
+    """Yield logits ``[B, V]`` and next tokens ``[B]`` of each step. These are `tokens` or, for a row without, the most
+    likely ones. Raises NotFiniteError if logits are not numbers."""
     token_ids = torch.tensor(prompts)
     sampler = Forced(torch.tensor([row or [-1] * steps for row in tokens], device=engine.device))
     loop = DecodeLoop(engine, sampler)
@@ -89,10 +86,8 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
 
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the deviation of `logits` from `reference`, ``[B, V]`` each.
-
-    It has the fields of a `zinfer.record.study.Position`, in float64, ``[B, 5]``; `tokens`, ``[B]``, come next.
-    """
+    """Return the deviation of `logits` from `reference`, ``[B, V]`` each. It has the fields of a
+    `zinfer.record.study.Position`, in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
     same = reference.argmax(-1) == logits.argmax(-1)
     expected, actual = reference.double(), logits.double()
     error = (actual - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)

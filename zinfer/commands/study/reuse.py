@@ -1,6 +1,5 @@
 """`zinfer study reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from zinfer.job import sweep
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.record.study import Reload, Study
-from zinfer.system import scratch
 from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
 from zinfer.worker.tasks import About, Facts, PrefixReuse
 
@@ -39,7 +37,6 @@ CONTEXTS = options.comma_list("n,nk,..", _context, "numbers of tokens, such as 5
 @option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
 @option("--new-tokens", options.COUNT, "Trailing tokens to compute; the rest comes from the cache.", default=32)
 @option("--repeats", options.COUNT, "Samples a context length.", default=3)
-@option("--kv-cache-dir", click.Path(file_okay=False, path_type=Path), "Also reload from a file in this folder.")
 @options.load_options
 @options.weights
 @options.timeout(3600, "a load or a context")
@@ -48,13 +45,12 @@ CONTEXTS = options.comma_list("n,nk,..", _context, "numbers of tokens, such as 5
 def command(debug: bool, /, output: Path | None, **how: Any) -> None:
     """Measure TTFT with a conversation's KV cache kept, and computed again.
 
-    The cache of each context length is kept in host memory (and, with --kv-cache-dir, on disk). Reports the length from
-    which on a reload wins. Runs are added to the file; of those of the same model, engine and settings the last one
-    counts.
+    The cache of each context length is kept in host memory. Reports the length from which on a reload wins. Runs are
+    added to the file; of those of the same model, engine and settings the last one counts.
 
     \b
     zinfer study reuse --model bloom-176b --layers 14 --context 1k,2k
-    zinfer study reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
+    zinfer study reuse --model ./my-checkpoint --offload none,cpu
     """
     contexts, nvme_path = tuple(sorted(set(how["contexts"]))), how["nvme_path"]
     options.check_nvme(how["offload"], nvme_path)
@@ -74,12 +70,9 @@ def command(debug: bool, /, output: Path | None, **how: Any) -> None:
     if all(reasons):  # a run without a measured context would take the place of an earlier one
         raise Failure(str(reasons[0]), NOTHING)
     runs: list[Study] = []
-    if (kept := how["kv_cache_dir"]) is not None:
-        kept.mkdir(parents=True, exist_ok=True)
     with Watch() as watch:
         for job in jobs:
-            with nullcontext() if kept is None else scratch.folder(kept, "reuse") as made:
-                runs.append(_run(job, watch, debug, how | {"folder": made and made.name}))
+            runs.append(_run(job, watch, debug, how))
             keep(runs[-1], output)
     for run in runs:
         present(run)
@@ -107,9 +100,7 @@ def _run(job: sweep.LoadJob, watch: Watch, debug: bool, how: dict[str, Any]) -> 
             context = plan.case.workload.input_len
             point = Reload(context=context, new_tokens=how["new_tokens"], skipped=_why_not(plan) or failed or None)
             if point.skipped is None:
-                asked = PrefixReuse(
-                    context=context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["folder"]
-                )
+                asked = PrefixReuse(context=context, new_tokens=point.new_tokens, repeats=how["repeats"])
                 try:
                     with driver.lend() as worker:
                         point = worker.ask(asked)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.errors import ENVIRONMENT, ZinferError
 from zinfer.core.request import Request, Update
 from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import largest_load
@@ -25,12 +25,10 @@ AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin
 SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
 
 
-class JobFailed(RuntimeError):
-    """Error of a job that cannot go on. The answers so far are on disk. `exit_code` ends the command."""
+class JobFailed(ZinferError):
+    """Error of a job that cannot go on. The answers so far are on disk."""
 
-    def __init__(self, message: str, exit_code: int = ENVIRONMENT) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = ENVIRONMENT
 
 
 @dataclass
@@ -42,7 +40,6 @@ class BatchProgress:
     failed: int = 0
     tokens: int = 0  # tokens made in this run
     seconds: float = 0.0  # seconds of prefill and decode
-    stopped: int = 0  # rows that ended before they had all tokens they might
     left: int = 0  # tokens that unfinished rows may still have
     used: int = 0  # tokens of finished rows; `allowed`: tokens that they might have had
     allowed: int = 0
@@ -77,11 +74,6 @@ class BatchProgress:
     def padding(self) -> float:
         """Share of the KV cache read that is padding."""
         return self.padded / self.read if self.read else 0.0
-
-    @property
-    def ending(self) -> float:
-        """Chance that a row ends at a token by itself."""
-        return self.stopped / (self.tokens + self.stopped + 1)
 
 
 @dataclass
@@ -133,11 +125,13 @@ class BatchJob:
         try:
             self.driver.load(self.plan)
         except WorkerError as error:
-            raise JobFailed(error.line, error.exit_code) from None
+            failed = JobFailed(error.line)
+            failed.exit_code = error.exit_code
+            raise failed from None
         if not self._started:
             self._start()
         with self.driver.lend() as worker:
-            step = worker.step(self._next(), ending=self.progress.ending)
+            step = worker.step(self._next())
         self._apply_step(step)
 
     def _start(self) -> None:
@@ -189,7 +183,6 @@ class BatchJob:
         line = self.lines[request.key]
         if (failure := update.failure) is not None:
             return openai.failure(line, failure.code, failure.message)
-        self.progress.stopped += request.left > 0
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)

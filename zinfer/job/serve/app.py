@@ -32,7 +32,7 @@ BODY_S = 60.0  # seconds in which the body of a request must have come
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
 GONE = 499  # status of a request whose client went away, which nobody reads
 HELD = 64  # largest bodies whose bytes all requests under way may hold together
-LARGE, PARSERS = 1 << 16, 4  # bytes from which on bodies are parsed in threads, and the number of these
+LARGE, PARSERS = 1 << 16, 2  # bytes from which on bodies are parsed in threads, and the number of these
 # Values of a body, parsed in 2 s at most, of which other threads wait for a tenth.
 BODY = Bounds(values=1 << 21, composed=1 << 17)
 PATHS = frozenset({openai.COMPLETIONS, openai.CHAT, "/v1/models", "/health", "/metrics"})

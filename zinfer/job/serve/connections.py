@@ -21,6 +21,7 @@ STALLED_S = 60.0  # seconds in which a client must have read part of an answer
 SPARE_FILES = 64  # open files of the process that are no connections: the worker's pipes, libraries, logs
 MAX_CONNECTIONS = 16_384  # connections whatever the limit on files, for each takes memory: some 25 kB
 AT_ONCE = 8  # connections that are taken in together, before one of them can be closed
+WHOLE_DAY_S = 86_400  # uvicorn's own time for the next request, which would leave unread answers open
 BACKLOG = 4096  # connections that wait to be taken in
 
 
@@ -68,9 +69,6 @@ class Connection(H11Protocol):
         if not self.answers:
             self._await_head(HEAD_S if self.transport.is_closing() else IDLE_S)
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Do nothing: this class's timer ends the wait, also of unread answers."""
-
     def shutdown(self) -> None:
         """End after the current request, or at once without one."""
         if self.answers:
@@ -107,7 +105,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, http=connection, log_level="error", access_log=False, lifespan="off", server_header=False,
-                ws="none", backlog=AT_ONCE,
+                ws="none", backlog=AT_ONCE, timeout_keep_alive=WHOLE_DAY_S,
             )
         )  # fmt: skip
         self._last_s = last_s

@@ -134,7 +134,6 @@ class Dispatcher:
         self._waiting = Queue[Answer](fair=True)  # not in the worker
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
-        self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
         self._driver = Driver(self.make_worker, lambda _plan: self.on_loading())
         self._reader = Reader(self.tokenizer, self._read, self._wanted)
         self._positions = 0
@@ -228,11 +227,9 @@ class Dispatcher:
 
     def _run(self) -> None:
         try:
-            self._restart(first=True)
-            while self._turn():
-                pass
-        except _EndedError:
-            pass
+            more = self._restart(first=True)
+            while more:
+                more = self._turn()
         except BaseException as error:  # a fault of this module: no request may wait for ever
             self.fault = f"{type(error).__name__}: {error}"
             raise
@@ -258,16 +255,15 @@ class Dispatcher:
         self._waiting.remove([row for key in dropped if (row := self._waiting.get(key)) is not None])
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
-            if not self._driver.loaded:
-                self._restart()
+            if not self._driver.loaded and not self._restart():
+                return False
             self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
                 answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
-                ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
-                    step = worker.step(new, drop=drop, ending=ending, answer_s=answer_s)
+                    step = worker.step(new, drop=drop, answer_s=answer_s)
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
@@ -326,10 +322,8 @@ class Dispatcher:
             row.add(update.tokens)
             row.echo = row.echo and update.prompt is None  # it comes once
             row.cached = row.cached or update.cached
-            self._tokens += len(update.tokens)
             if update.ended:
                 ended += 1
-                self._stopped += row.left > 0
                 del self._sent[row.key]
                 self.metrics.ended(row, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for
@@ -377,8 +371,8 @@ class Dispatcher:
             except WorkerError:
                 self._driver.end(kill=True)
 
-    def _restart(self, first: bool = False) -> None:
-        """Load a worker. Raises _EndedError if there is none, or the server stops."""
+    def _restart(self, first: bool = False) -> bool:
+        """Load a worker. Return False if there is none, or the server stops."""
         with self._changed:
             if self.state == "ready":
                 self.state = "loading"
@@ -389,7 +383,7 @@ class Dispatcher:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, RELOAD_S)
             if self._stopping:
-                raise _EndedError
+                return False
             try:
                 self._driver.load(self.plan)
                 self._begin()
@@ -397,13 +391,13 @@ class Dispatcher:
                     if self.state == "loading":
                         self.state = "ready"
                 self.on_ready()
-                return
+                return True
             except WorkerError as error:
                 self.fault, self.exit_code = error.line, error.exit_code
             self._driver.end(kill=True)
             if not self._stopping:
                 self.on_message(self.fault)
-        raise _EndedError
+        return False
 
     def _begin(self) -> None:
         size = self.settings.cache_size
@@ -415,10 +409,6 @@ class Dispatcher:
             self.cannot_reuse = started.cannot_reuse
             self.on_message(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
-
-
-class _EndedError(Exception):
-    """End of the thread. No worker can be had, or none is wanted any more."""
 
 
 def _is_ids(prompt: Prompt) -> bool:

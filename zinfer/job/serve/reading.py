@@ -6,12 +6,11 @@ second of CPU time, and one for long prompts, or slower ones. In both, clients t
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from zinfer.core.errors import error_line
-from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
+from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 
@@ -24,20 +23,21 @@ class Tokenizes(Protocol):
 
     max_tokens: int | None
 
-    def encode_quickly(self, prompts: Sequence[Any]) -> list[Ids] | None: ...
+    def encode_quickly(self, prompt: Any) -> Ids | None: ...
     def encode_alone(self, prompt: Any) -> Ids: ...
     def close(self) -> None: ...
 
 
 class _Part(NamedTuple):
-    """Prompts of one client to read together."""
+    """Prompt of a client to read, and its owner."""
 
     client: Hashable
-    asked: list[Asked]
+    prompt: Any
+    owner: Any
 
 
 class _Queue:
-    """Queue of parts whose clients take turns."""
+    """Queue of prompts whose clients take turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[_Part]] = {}  # by client, the next one first
@@ -79,12 +79,10 @@ class Reader:
 
     def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
         """Queue the prompts of a client, each with its owner."""
-        waiting = list(asked)
-        coming = iter(waiting)
         with self._changed:
-            for part in parts([prompt for prompt, _ in waiting]):
-                queue = self._long if sum(map(characters, part)) > QUICK_CHARACTERS else self._short
-                queue.put(_Part(client, [*islice(coming, len(part))]))
+            for prompt, owner in asked:
+                queue = self._long if characters(prompt) > QUICK_CHARACTERS else self._short
+                queue.put(_Part(client, prompt, owner))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -103,27 +101,24 @@ class Reader:
                     self._changed.wait()
                 if self._closed or part is None:
                     return
-            asked = [(prompt, owner) for prompt, owner in part.asked if self._wanted(owner)]
-            if asked:
+            if self._wanted(part.owner):
                 try:
-                    read(part._replace(asked=asked))
+                    read(part)
                 except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._report(asked, [Refusal(UNREAD, error_line(error))] * len(asked))
+                    self._report(part, Refusal(UNREAD, error_line(error)))
 
     def _read_short(self, part: _Part) -> None:
-        ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])
+        ids = self._tokenizer.encode_quickly(part.prompt)
         if ids is not None:
-            self._report(part.asked, ids)
+            self._report(part, ids)
             return
         with self._changed:
-            queue = self._short if len(part.asked) > 1 else self._long
-            for asked in part.asked:  # one of several is to blame, which shows when each is read alone
-                queue.put(_Part(part.client, [asked]))
+            self._long.put(part)
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:
-        self._report(part.asked, [self._tokenizer.encode_alone(prompt) for prompt, _ in part.asked])
+        self._report(part, self._tokenizer.encode_alone(part.prompt))
 
-    def _report(self, asked: list[Asked], ids: Sequence[Ids]) -> None:
+    def _report(self, part: _Part, ids: Ids) -> None:
         if not self._closed:
-            self._on_read([(owner, result) for (_, owner), result in zip(asked, ids, strict=True)])
+            self._on_read([(part.owner, ids)])

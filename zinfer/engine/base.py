@@ -56,7 +56,6 @@ class Engine(ABC, Generic[B]):
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
-    recompute_beyond: int | None = None  # tokens beyond which a sequence has other keys, and is computed anew
 
     @property
     def one_pass(self) -> bool:

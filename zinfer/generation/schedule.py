@@ -209,14 +209,12 @@ class Schedule:
     """The rows that wait and run, and the plan of each pass. Call `plan`, carry it out, then `done`. With `arrivals`
     requests share the rows, in the order in which they came; otherwise like rows begin together. `slack` is the room
     for forgotten positions where none can be made later, as a share of the tokens to come; `ahead` the room that drafts
-    take in a pass. `reusable` counts the first positions of a waiting row, not all, that are kept. A row that grows
-    beyond `recompute_beyond` tokens is computed anew."""
+    take in a pass. `reusable` counts the first positions of a waiting row, not all, that are kept."""
 
     times: PassTimes
     limits: Limits
     able: Abilities = field(default_factory=Abilities)
     arrivals: bool = False
-    recompute_beyond: int | None = None
     step: int = field(default_factory=lambda: tuning.TUNED.growth)
     slack: float = 0.0
     ahead: int = 0
@@ -273,7 +271,6 @@ class Schedule:
         self.begun, self._used = [], None
         moves: list[Move] = []
         self._retire(moves)
-        self._recompute(moves)
         if self.able.regroups:
             self._compact(moves)
             self._merge(moves)
@@ -408,12 +405,6 @@ class Schedule:
             break
         self.tally.yielded += len(given)
         self._give_up(moves, given)
-
-    def _recompute(self, moves: list[Move]) -> None:
-        """Requeue running rows whose next token needs other keys."""
-        if self.recompute_beyond is not None:
-            rows = [row for batch in self.batches if batch.running for row in batch.living]
-            self._give_up(moves, [row for row in rows if row.length == self.recompute_beyond + 1])
 
     def _give_up(self, moves: list[Move], rows: Several[Sequence]) -> None:
         """Take rows out of their micro-batches, and let them wait again."""

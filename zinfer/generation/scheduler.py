@@ -60,7 +60,6 @@ class DecodeLoop:
         self.engine, self._sampler = engine, sampler
         self._batch: MicroBatch | None = None
         self.steps = 0
-        self._max_steps: int | None = None  # more cross the switch of longrope
         self.tokens: Tensor
 
     @property
@@ -75,22 +74,11 @@ class DecodeLoop:
         is room for `reserve` further tokens; `past` holds first positions of the prompts. Raises the errors of
         `Engine.admit` and `Engine.forward`."""
         self.end()
-        switch = self.engine.recompute_beyond
-        lengths = [] if switch is None else mask.sum(-1).tolist()
-        steps = [switch - length for length in lengths if switch is not None and length <= switch]
-        self._max_steps = min(steps, default=None)
         self._batch, self.steps = self.engine.admit(mask, token_ids.shape[1] + reserve, past), 0
         return self._forward(to_device(token_ids[:, self.batch.length :], self.engine.device))
 
     def step(self) -> Tensor:
-        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError where a
-        row grows beyond the switch of longrope, since that needs other keys."""
-        if self._max_steps is not None and self.steps >= self._max_steps:
-            self.end()
-            raise EngineError(
-                f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
-                "angles (longrope), also those in the cache: prompts and their answers must stay on one side here"
-            )
+        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``."""
         self.steps += 1
         return self._forward(self.tokens[:, None])
 
@@ -175,7 +163,7 @@ class ContinuousScheduler:
         times = PassTimes(placement, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
         limits = Limits(self._kv_positions(load, rows), rows or 1 << 20, max_batch_positions(engine.plan))
         able = abilities(engine, placement.kv_host_share > 0)
-        self.schedule = Schedule(times, limits, able, arrivals, engine.recompute_beyond, reusable=self._reusable)
+        self.schedule = Schedule(times, limits, able, arrivals, reusable=self._reusable)
         if drafter is not None:
             self.schedule.slack, self.schedule.ahead = tuning.TUNED.draft_slack, MAX_DRAFTS
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
@@ -288,8 +276,6 @@ class ContinuousScheduler:
         if (last := plan.model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in rows.values()), default=0))
         limits = {key: min(max_drafts, row.left - 1) for key, row in rows.items()}
-        if (switch := self.engine.recompute_beyond) is not None:  # no draft may take a row beyond it
-            limits |= {key: min(limits[key], switch - row.length) for key, row in rows.items() if row.length <= switch}
         room = self.schedule.times.room_for_drafts(load_of_pass(works))
         drafts = self.drafts.propose(rows, limits, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
         if self._one_length:
@@ -411,16 +397,10 @@ class ContinuousScheduler:
         version, count = self._matched.get(row.key, (-1, 0))
         if version != self.prefixes.version:
             # Scores of a prompt need the logits of all its positions.
-            whole = row.scores_prompt or not self._alike(row.length)
-            count = 0 if whole else self.prefixes.matched(row.known_ids)
+            count = 0 if row.scores_prompt else self.prefixes.matched(row.known_ids)
             count = count if count >= self._min_kept else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
-
-    def _alike(self, length: int) -> bool:
-        """Tell whether equal first `length` tokens give equal keys."""
-        limit = self.engine.recompute_beyond
-        return limit is None or length <= limit
 
     def _past(self, batch: PlannedBatch) -> tuple[RowsPast, ...]:
         """Return the kept keys and values that a new micro-batch begins with; its length becomes what is there."""
@@ -452,7 +432,7 @@ class ContinuousScheduler:
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
         scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
-        if computed >= self._min_kept and self._alike(computed) and not scored:
+        if computed >= self._min_kept and not scored:
             self._to_keep.append((sequence.known_ids[:computed], _micro_batch(batch), index))
 
     def _keep_yielded(self, batch: PlannedBatch, source: PlannedBatch, indices: Several[int]) -> None:
@@ -460,7 +440,7 @@ class ContinuousScheduler:
         for number, row in zip(batch.alive, batch.living, strict=True):
             computed = batch.computed(number)
             kept = 0
-            if computed >= self._min_kept and self._alike(row.length) and not source.gaps and not row.scores_prompt:
+            if computed >= self._min_kept and not source.gaps and not row.scores_prompt:
                 kept = self.prefixes.keep(row.known_ids[:computed], self.engine, _micro_batch(source), indices[number])
             self.schedule.tally.again += computed - kept
 

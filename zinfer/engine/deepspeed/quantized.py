@@ -1,11 +1,8 @@
 """DeepSpeed's own weights in 4 or 8 bits, in groups of 64.
 
-Its configuration's `post_init_quant` takes a whole model in float16 and keeps its layers twice for a while; here each
-weight is quantised as it is loaded, by the functions that DeepSpeed does it with, and each linear module dequantises
-its weight before it computes, as DeepSpeed's `QuantizedLinear` does. float16 on a GPU is dequantised by an extension
-that is compiled at first use, other types by torch.
-
-Source: DeepSpeed 0.19, `inference/quantization/{layers,utils}.py`, and its example's `--quant_bits 4`.
+Its configuration's `post_init_quant` keeps all layers twice for a while; here each weight is quantised as it is loaded,
+by DeepSpeed's functions (0.19, `inference/quantization/{layers,utils}.py`), and each linear module dequantises its
+weight before it computes. float16 on a GPU is dequantised by an extension that is compiled at first use.
 """
 
 from typing import Any

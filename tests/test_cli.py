@@ -169,7 +169,7 @@ def test_sweep_to_best_and_back(folder: Path) -> None:
     drawn = zinfer(folder, "plot")
     assert drawn.returncode == 0
     assert all((folder / line).is_file() for line in drawn.stdout.split())
-    assert len(drawn.stdout.split()) == 6
+    assert len(drawn.stdout.split()) == 4
     report = zinfer(folder, "report")
     assert report.returncode == 0, report.stderr
 

@@ -604,7 +604,7 @@ def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Pa
         done = invoke(*words)
         assert done.returncode == 4, done.stderr
         assert "requests" in done.stderr
-    assert invoke("report", alone, "-o", tmp_path / "alone.md").returncode == 0
+    assert invoke("report", alone, "-o", tmp_path / "alone.html").returncode == 0
     assert invoke("export", alone, "--requests").returncode == 0
 
 

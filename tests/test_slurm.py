@@ -21,7 +21,7 @@ from zinfer.job.shard import Shard
 from zinfer.record.store import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
-BATCHES = 120
+BATCHES = 60
 WORDS = [*SMALL, "--repeats", "1", "--batch-size", f"1-{BATCHES}+1", "--offload", "none,cpu", "-o", "out.jsonl",
          "--cluster", "slurm", "--slurm-arg", "time=30", "--slurm-arg", "partition=low",
          "--slurm-arg", "exclusive"]  # fmt: skip

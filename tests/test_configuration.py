@@ -1,7 +1,6 @@
 """Configurations that anybody may have written: bounds, types and fields that name code."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +74,6 @@ def test_labels_of_a_classifier_are_left_out(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert without_code(LLAMA | labels | {"vision_config": labels}, "") == LLAMA | {"vision_config": {}}
-
-
-@pytest.mark.torch
-def test_pipes_among_the_shapes_that_were_measured_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    planned = CliRunner().invoke(cli, [*PLAN, str(tmp_path)]).stdout
-    (shape,) = (tmp_path / "zinfer").glob("shape-*")
-    shape.unlink()
-    os.mkfifo(shape)
-    again = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])
-    assert (again.exit_code, again.stdout) == (0, planned)
 
 
 def test_a_config_of_the_hub_has_the_same_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

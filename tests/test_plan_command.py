@@ -118,7 +118,7 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     assert "physical limits" not in text
     assert "predicted" in text
     assert "±" in text
-    assert re.search(r"^stream: \d+\.\d% of the link, .* to launch a layer.* from \d+ points of \d+ kinds", text, re.M)
+    assert re.search(r"^stream: link_share 0\.\d+, .*mfu .* from \d+ points of \d+ kinds of loads", text, re.M)
     (shipped,) = rows(*words, "--calibrate")
     assert 0 < shipped["error"] < 0.15
     assert shipped["output_tok_s"] == pytest.approx(result["output_tok_s"], rel=0.1)

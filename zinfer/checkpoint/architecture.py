@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from math import ceil
 from typing import Any
 
@@ -108,7 +109,7 @@ def _measure(config_json: str) -> Shape:
     watched = _watched(model, layers, _TOKENS)
     slow = any(seen.may_grow for seen in watched)
     longer = _watched(model, layers, _MORE) if slow else [None] * len(layers)
-    return _shape(model, stack, layers, watched, longer)
+    return _shape(model, stack, layers, list(zip(watched, longer, strict=True)))
 
 
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "list[_Seen]":
@@ -116,7 +117,7 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "lis
 
     def run(**cache: Cache) -> list[_Seen]:
         watch = _Watch(layers, tokens)
-        with torch.device("meta"), torch.no_grad(), _autocast_off_on_meta(), watch:
+        with torch.device("meta"), torch.no_grad(), watch:
             ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
             watch.divide(model(input_ids=ids, use_cache=True, **cache))
         if not all(seen.entered for seen in watch.layers):
@@ -129,35 +130,16 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "lis
         return run(past_key_values=DynamicCache())
 
 
-@contextmanager
-def _autocast_off_on_meta() -> Iterator[None]:
-    """Answer that autocast is off for the meta device (transformers 5.3)."""
-    real = torch.is_autocast_enabled
-
-    def asked(*device: str) -> bool:
-        return device != ("meta",) and real(*device)
-
-    torch.is_autocast_enabled = asked  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = real
-
-
 def _shape(
-    model: PreTrainedModel,
-    stack: str,
-    layers: nn.ModuleList,
-    watched: "Sequence[_Seen]",
-    longer: "Sequence[_Seen | None]",
+    model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "Sequence[tuple[_Seen, _Seen | None]]"
 ) -> Shape:
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts, find = [], MatrixFinder(model)
-    for layer, experts, seen, again in zip(layers, routed, watched, longer, strict=True):
+    for layer, experts, (seen, longer) in zip(layers, routed, watched, strict=True):
         sizes = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
         routed_weights = {id(weight) for module in experts for weight in module.parameters()}
-        cache = seen.cache(again)
+        cache = seen.cache(longer)
         if not cache["kv_width"]:
             cache["window"] = _window(layer)
         part = LayerSpec(
@@ -171,11 +153,11 @@ def _shape(
     if not any(part.kv_width or part.state for part in parts):
         raise ModelError(f"{type(model).__name__} keeps nothing of the tokens that it has seen: it cannot decode")
     num_experts = max((_number(module) for modules in routed for module in modules), default=0)
-    chosen = max((k for seen in watched for width, k in seen.chosen if width == num_experts), default=0)
+    chosen = max((k for seen, _ in watched for width, k in seen.chosen if width == num_experts), default=0)
     embedding = model.get_input_embeddings().weight
     hidden = _first(text, CONFIG_KEYS["hidden_size"]) or embedding.shape[-1]
-    kv_heads, head_dim = max((seen.keys for seen in watched), key=lambda keys: keys[0] * keys[1])
-    heads = max(seen.heads for seen in watched) if any(part.attention for part in parts) else 0
+    kv_heads, head_dim = max((seen.keys for seen, _ in watched), key=lambda keys: keys[0] * keys[1])
+    heads = max(seen.heads for seen, _ in watched) if any(part.attention for part in parts) else 0
     if kv_heads and not heads:  # an attention that the watch does not recognise: assume the usual one
         heads = _first(text, CONFIG_KEYS["num_heads"]) or kv_heads
         parts = [part.model_copy(update={"attention": part.kv_width and heads * head_dim}) for part in parts]
@@ -341,12 +323,10 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
 @contextmanager
 def building() -> Iterator[None]:
     """Bound the building of a model: nothing is fetched, and ModelError ends more than MAX_MODULES modules."""
-    count = 0
+    numbers = count(1)
 
     def counted(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-        nonlocal count
-        count += 1
-        if count > MAX_MODULES:
+        if next(numbers) > MAX_MODULES:
             raise ModelError(f"its config.json describes more than {MAX_MODULES:,} modules")
 
     hook = register_module_module_registration_hook(counted)
@@ -504,7 +484,13 @@ class _Watch(TorchFunctionMode):
                 layer.register_forward_hook(lambda _, args, kwargs, __: self._leave(args, kwargs), with_kwargs=True),
             )
 
+    def __enter__(self) -> Any:
+        # transformers 5.3 asks whether autocast is on for the meta device, which torch does not answer
+        self._asks, torch.is_autocast_enabled = torch.is_autocast_enabled, lambda *_: False
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __exit__(self, *error: Any) -> None:
+        torch.is_autocast_enabled = self._asks
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]

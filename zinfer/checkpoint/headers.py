@@ -1,10 +1,7 @@
 """Local safetensors checkpoints, checked before any weight is read.
 
-The format: 8 bytes little-endian header length N, N bytes of JSON (name -> dtype, shape, data_offsets), then the data.
 A truncated shard behind a memory map reads as zeros in most loaders, and a weight map may name any file on the disk;
 both are refused here, from the headers alone. Nothing is unpickled and no code of a checkpoint is run.
-
-Source of the format: the safetensors README, "Format".
 """
 
 import hashlib

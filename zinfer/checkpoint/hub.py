@@ -100,15 +100,13 @@ def cached(reference: str) -> Path | None:
     """Return the folder of a complete local snapshot, if any. The network is not used."""
     hub_id, revision = split(reference)
     try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError:
-        return None
-    try:
+        from huggingface_hub import snapshot_download
+
         only = {"local_files_only": True, "allow_patterns": _FILES, "ignore_patterns": _NOT}
         folder = Path(snapshot_download(hub_id, revision=revision, **only))
         named = configuration.read(folder / "config.json").get("transformers_weights")
         sources = weight_source_files(folder, named)
         complete = bool(sources) and all(file.exists() for file in weight_files(sources[0]))
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError):
+    except (ImportError, OSError, ValueError):
         return None
     return folder if complete else None

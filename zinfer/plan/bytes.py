@@ -179,9 +179,8 @@ class Sizes:
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
 
-        All that comes through the ring is unpacked, or copied, and so are coded weights on the GPU, cached experts and
-        the parts of layers that several GPUs share. Resident layers are computed in place if they are uncoded or kept
-        unpacked, and quantised ones from their codes.
+        All are unpacked, or copied, but resident layers that are computed in place: uncoded or kept unpacked ones, and
+        quantised ones from their codes.
         """
         placement, model = self.placement, self.model
         if not placement.ring_depth:

@@ -269,12 +269,20 @@ class Placer:
             return workload.batch_size
         batch_size, room = workload.batch_size, self.machine.gpu_bytes
 
-        def fits(rows: int) -> bool:
+        def lacking(rows: int) -> int:
             split = placement.model_copy(update={"kv_host_share": 1 - rows / batch_size})
-            return self.tiers(split, workload, self.margin).gpu.total <= room
+            return self.tiers(split, workload, self.margin).gpu.total - room
 
         # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
-        return batch_size if fits(batch_size) else largest(fits, batch_size - 1)
+        if lacking(batch_size) <= 0:
+            return batch_size
+        if (short := lacking(0)) > 0 or batch_size == 1:
+            return 0
+        step = max(1, (lacking(batch_size - 1) - short) // (batch_size - 1))  # of each row, but for rounding
+        rows = min(batch_size - 1, -short // step)
+        while rows and lacking(rows) > 0:
+            rows -= 1
+        return rows
 
     @cached_property
     def _coded(self) -> bool:

@@ -39,9 +39,7 @@ class Drafting(Frozen):
 class Plan(Frozen):
     """A case on a machine, before anything runs. Everything in it is predicted; `placement` is obeyed.
 
-    If an engine gives free GPU memory away, `placement` is a cautious one (`CAUTIOUS`): it may keep fewer layers and
-    have fewer buffers than there is room for. The figures (bytes, seconds) are those of `placement`, but limits are
-    those of a placement without that margin.
+    It is a cautious one (`CAUTIOUS`) if the engine gives free GPU memory away; limits are those without that margin.
     """
 
     case: Case
@@ -117,8 +115,7 @@ class Plan(Frozen):
 class Planner:
     """Plans of one load: a case, whatever its workload, on a machine, with the efficiency of its engine.
 
-    `model` is already sliced to `case.layers`. Without `efficiency` times are the physical limits. A plan of this load
-    that is `given` is not made again.
+    Without `efficiency` times are the physical limits. A plan of this load that is `given` is not made again.
     """
 
     def __init__(

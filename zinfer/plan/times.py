@@ -2,12 +2,8 @@
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
 bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`.
-`LIMITS` is this physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
-
-An `Efficiency` makes it a prediction, of what an engine does besides and cannot overlap: a GPU unpacks weights, also
-resident coded ones, before it computes with them; small kernels take their time; what a ring of buffers cannot hold
-while resident layers compute, the link brings afterwards; the last layer computes when all copies are done.
-`zinfer.analysis.calibrate` fits it to measurements, and `shipped` returns the fit that comes with zinfer.
+`LIMITS` is this physics alone. An `Efficiency` makes it a prediction, of what an engine does besides and cannot
+overlap: unpacking, small kernels, layers that come late, the last layer. `zinfer.analysis.calibrate` fits it.
 
     Timing(Placement(tier="host"), model, machine).step(batch_size=32, context=528).bound_by        # "link"
 
@@ -71,16 +67,6 @@ class Rates:
 
 
 RATES = Rates()
-FACTORS = {  # of an Efficiency, in words
-    "link_share": "{:.1%} of the link",
-    "hbm_share": "{:.0%} of the GPU memory's bandwidth",
-    "unpack_share": "unpacking at {:.0%} of the GPU memory's bandwidth",
-    "layer_s": "{:.2g} s to launch a layer",
-    "mfu": "{:.0%} of the matmul rate",
-    "expert_link_share": "with routed experts {:.1%} of the link",
-    "expert_mfu": "with routed experts {:.0%} of the matmul rate",
-    "memory": "working memory x {:.2f}",
-}
 
 
 class Efficiency(Frozen):
@@ -111,13 +97,10 @@ class Efficiency(Frozen):
     def describe(self) -> str:
         """Return the factors that differ from the defaults, in one line."""
         default = Efficiency()
-        shown = [
-            text.format(getattr(self, name))
-            for name, text in FACTORS.items()
-            if getattr(self, name) != getattr(default, name)
-        ]
+        named = ((name, value) for name, value in self if isinstance(value, float) and value != getattr(default, name))
+        factors = ", ".join(f"{name} {value:.3g}" for name, value in named)
         kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
-        return f"{', '.join(shown)}, from {counted(self.points, 'point')}{kinds}"
+        return f"{factors}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
@@ -244,9 +227,8 @@ class Timing:
         """Return the seconds of CPU attention and copies that share memory.
 
         All cores alone attend to `cpu` of the `host_kv` bytes a second; the copies alone take `copying` seconds. The
-        rate left to each was measured; otherwise the CPU has its part of the memory's bandwidth and the link nearly all
-        of its own. Fewer cores take less from the link, down to where it loses nothing; but each of them waits as long
-        for memory as if all attended. (The links of several GPUs count as one here.)
+        rates left were measured; otherwise the CPU has its part of the memory's bandwidth and the link nearly all of
+        its own. Fewer cores take less from the link, but each waits as long for memory as if all attended.
         """
         machine, share, link = self.machine, self.placement.kv_cpu_share, self.machine.h2d_bandwidth
         if link is None or self.placement.tier != "host":
@@ -431,9 +413,8 @@ class Timing:
     def _late_s(self, on_gpu: float, unpacking: float, copying: float, over_link: int, kv_copies: int) -> float:
         """Return the seconds in which the GPU waits for late layers.
 
-        Copies are in order, and while a layer computes its KV cache is in the ring as well, in `kv_copies` copies. So
-        when a layer that streams has its turn, the other buffers hold as much of it as the link brought meanwhile, and
-        no more than fits; the rest is unpacked as it comes.
+        While a layer computes its KV cache is in the ring as well, in `kv_copies` copies. When a layer that streams has
+        its turn, the other buffers hold what the link brought meanwhile and fits; the rest is unpacked as it comes.
         """
         placement, model, sizes = self.placement, self.model, self._sizes
         layers: float = model.num_layers

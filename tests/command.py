@@ -45,6 +45,7 @@ def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **se
     printed, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(errors):
         patch.setattr("zinfer.worker.process.Worker", InlineWorker)
+        patch.setattr("zinfer.plan.search.LARGEST_BATCH", 1 << 10)  # a tiny model has room for a million rows
         patch.setattr(sys, "argv", ["zinfer", *words])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
         for name, value in settings.items():

@@ -15,15 +15,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.forked import executed, tokenizers_forked
+from tests.forked import executed, forked, ranks_forked
 from tests.quick import Quick
 from zinfer.record import store
 
-assert executed, tokenizers_forked  # fixtures
+imported = 0  # modules when the collector last froze
+FIXTURES = executed, forked, ranks_forked
 gc.disable()  # until `pytest_collection_finish`
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# As `make test` does: compiling what is imported takes longer than importing it, here and in each process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ["COLUMNS"] = "80"  # printed tables are as wide as without a terminal
 for name in ("FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -33,8 +38,9 @@ if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfe
     os.environ["HOME"] = HOME.name
 # Files that come first, so that no process is left alone with one of them at the end.
 LONG = (
-    "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "packed_product",
-    "report", "split_attention", "stream", "tensorrt", "worker",
+    "accuracy", "cache_kinds", "chat", "cli", "cluster", "codec", "continuous", "draft_model", "ending", "low_bit",
+    "nvme", "packed", "parts", "quantized", "report", "requests", "state", "stream", "streams", "team",
+    "team_ways", "tensorrt", "tokenizer_process", "worker",
 )  # fmt: skip
 STATE = TemporaryDirectory(prefix="zinfer-state-")  # scratch of the tests, apart from that of the user
 os.environ["XDG_STATE_HOME"] = STATE.name
@@ -78,8 +84,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector look only at what the tests make: not at the libraries, 0.3 s each time."""
+    global imported
     gc.freeze()
     gc.enable()
+    imported = len(sys.modules)
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze what was imported since, too."""
+    global imported
+    if len(sys.modules) > imported + 20:
+        gc.freeze()
+        imported = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:

@@ -119,8 +119,8 @@ class FakeStream(Stream):
         self._pool = self.fake_pool  # type: ignore[assignment]
         self._kv = FakeKV(self.plan.model, self.options, CPU, silent, streamed=True, shared=False)
 
-    def _ready(self, first: Any = None) -> None:
-        """Probe nothing: there are no weights."""
+    def _ready(self) -> None:
+        """Do nothing: there are no weights."""
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
         return [self.run(part) for part in parts]

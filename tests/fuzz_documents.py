@@ -50,15 +50,15 @@ OPTIONS = {
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
              "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure", "--sla",
-             "--price", "--host-memory", "--prompts", "--demand", "--deadline", "--host-hour-usd"],
-    "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--power-usd-kwh", "--utilisation", "--spare",
-             "--gpus-per-server", "--host-hour-usd", "--model", "--machine", "--objective"],
+             "--price", "--host-memory", "--prompts"],
+    "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--utilisation", "--spare",
+             "--model", "--machine", "--objective"],
     "compare": ["--metric", "--fail-on-regression", "--across"],
     "run": ["--batch-size", "--output-len", "--temperature", "--top-p", "--seed", "--kv-cache-size", "--prompt-file",
             "--timeout", "-O", "--layers", "-m"],
     "batch": ["--batch-size", "--output-len", "--timeout", "-O", "-m"],
     "study reuse": ["--context", "--new-tokens", "--repeats", "--timeout", "-O", "-m"],
-    "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--reference", "--prompt-file"],
+    "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--prompt-file"],
     "export": ["--format", "--output"], "plot": ["--figure", "--format"],
 }  # fmt: skip
 TYPED = (
@@ -192,11 +192,11 @@ def _records(dice: Random) -> list[str]:
     prices = ["--gpu-hour-usd", "2", "--demand", "2Mtok/day", "--sla", "ttft:p99:<=:9s"]
     return dice.choice(
         (
-            ["best", "mine.jsonl"], ["best", "mine.jsonl", "--json", "--objective", "energy"],
-            ["best", "mine.jsonl", "--pareto", *prices], ["compare", "mine.jsonl", "other.jsonl"],
+            ["best", "mine.jsonl"], ["best", "mine.jsonl", "--json", "--objective", "latency"],
+            ["best", "mine.jsonl", *prices], ["compare", "mine.jsonl", "other.jsonl"],
             ["compare", "other.jsonl", "mine.jsonl", "--metric", "ttft_ms", "--across", "options"],
-            ["export", "mine.jsonl", "--format", dice.choice(("md", "json"))],
-            ["export", "mine.jsonl", "--format", dice.choice(("md", "json")), "--requests"],
+            ["export", "mine.jsonl", "--format", dice.choice(("csv", "json"))],
+            ["export", "mine.jsonl", "--format", dice.choice(("csv", "json")), "--requests"],
             ["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "mine.jsonl"],
         )
     )  # fmt: skip

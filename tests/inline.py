@@ -5,7 +5,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,25 +103,34 @@ def run_outcome(
         return outcome
 
 
-def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
-    """Wait for `lines` lines of `child`, and `seconds` more. They come from `reader`; the wait ends if `child` does.
-    Kill it and return all its output.
+def killed(
+    work: Callable[[Callable[[bytes], object]], object], kills: int, dice: random.Random
+) -> Iterator[list[bytes]]:
+    """SIGKILL processes of `work` at random moments; yield the lines of each.
 
-    The test waits for lines, not for time, so that the child gets as far on a busy machine.
+    It waits for some lines, then for milliseconds, so that the process gets as far on a busy machine.
     """
-    written = b""
-    while written.count(b"\n") < lines and (more := os.read(reader, 1 << 16)):
-        written += more
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as pipe:
-        return written + pipe.read()
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(reader)
+            work(partial(os.write, writer))
+            os._exit(0)
+        os.close(writer)
+        written, lines = b"", dice.randrange(8)
+        while written.count(b"\n") < lines and (more := os.read(reader, 1 << 16)):
+            written += more
+        time.sleep(dice.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            written += pipe.read()
+        yield written[: written.rfind(b"\n") + 1].splitlines()
 
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
-    """Fork a sweep and SIGKILL it at a random moment, `kills` times; return the number of sweeps that finished all
-    their points, and of points found on disk. Exit with a message if a point is lost or doubled."""
+    """Kill a sweep, `kills` times; return the number of sweeps that finished all their points, and of points found on
+    disk. Exit with a message if a point is lost or doubled."""
     os.fsync = lambda fd: None  # what a killed process has written stays
     dice = random.Random(seed)
     sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
@@ -128,21 +138,16 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
     finished = points = 0
     reported: set[Case] = set()
     path = folder / "0.jsonl"
-    for _ in range(kills):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
 
-            def report(point: Measurement, resumed: bool, writer: int = writer) -> None:
-                if not resumed:
-                    os.write(writer, point.case.model_dump_json().encode() + b"\n")
+    def work(write: Callable[[bytes], object]) -> None:
+        def report(point: Measurement, resumed: bool) -> None:
+            if not resumed:
+                write(point.case.model_dump_json().encode() + b"\n")
 
-            run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report), jobs)
-            os._exit(0)
-        os.close(writer)
-        written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
-        reported |= {Case.model_validate_json(line) for line in written.splitlines(True) if line.endswith(b"\n")}
+        run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report), jobs)
+
+    for lines in killed(work, kills, dice):
+        reported |= set(map(Case.model_validate_json, lines))
         if not path.is_file():
             continue
         records = read(path)

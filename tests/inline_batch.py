@@ -6,7 +6,6 @@ prompt and the position alone. The text after another ``/`` only makes the promp
 
 import hashlib
 import json
-import os
 import random
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from tests.inline import MACHINE, SPEC, kill_after
+from tests.inline import MACHINE, SPEC, killed
 from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import Refusal
@@ -212,8 +211,8 @@ def run_inline(
 
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
-    """Fork a job and SIGKILL it at a random moment, `kills` times; return the number of finished jobs, of answers on
-    disk, and of starts that continued unfinished rows. Exit with a message if an answer is lost or doubled."""
+    """Kill a job, `kills` times; return the number of finished jobs, of answers on disk, and of starts that continued
+    unfinished rows. Exit with a message if an answer is lost or doubled."""
     dice = random.Random(seed)
     jobs.SAVE_S = 0.004
     prompts = [f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}" for number in range(40)]
@@ -221,23 +220,18 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
     finished = answers = resumed = 0
     reported: set[str] = set()
     path = folder / "0.jsonl"
-    for _ in range(kills):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reader)
 
-            def report(ledger: Ledger, records: Iterable[dict[str, Any]], writer: int = writer) -> None:
-                records = list(records)
-                ADD(ledger, records)
-                os.write(writer, b"".join(record["custom_id"].encode() + b"\n" for record in records))
+    def work(write: Callable[[bytes], object]) -> None:
+        def report(ledger: Ledger, records: Iterable[dict[str, Any]]) -> None:
+            records = list(records)
+            ADD(ledger, records)
+            write(b"".join(record["custom_id"].encode() + b"\n" for record in records))
 
-            setattr(Ledger, "add", report)  # noqa: B010 - the process of a job that is killed
-            run_inline(path, lines, InlineRows(pause_s=0.0004), max_rows=4)
-            os._exit(0)
-        os.close(writer)
-        written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
-        reported |= {name.decode().strip() for name in written.splitlines(True) if name.endswith(b"\n")}
+        setattr(Ledger, "add", report)  # noqa: B010 - the process of a job that is killed
+        run_inline(path, lines, InlineRows(pause_s=0.0004), max_rows=4)
+
+    for names_made in killed(work, kills, dice):
+        reported |= set(map(bytes.decode, names_made))
         if job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes():
             resumed += 1
         if not path.is_file():

@@ -1,6 +1,8 @@
 """Fabricated measurements and studies: the arithmetic of a link-bound model with plausible noise, and no machine."""
 
 import random
+import re
+from html.parser import HTMLParser
 from typing import Any
 
 from zinfer.core.case import Case, Workload
@@ -202,3 +204,34 @@ def codec_run(*names: str, **fields: Any) -> Study:
         for name in names
     )
     return Study(study="codec", machine="h100", device="H100", link=5e10, started_at="2026-01-01", rows=rows)
+
+
+LINES = {"h2": "## ", "h3": "### ", "li": "- ", "tr": "|", "p": "", "summary": "", "pre": "", "figcaption": ""}
+
+
+class _Plain(HTMLParser):
+    """Parser behind `plain`."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self._open = "", list[str]()
+        self.feed(page[page.index("<main>") : page.index("</main>")])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.text += f"\n{LINES[tag]}" if tag in LINES else " " if tag in ("td", "th") else ""
+        self.text += "`" * (tag == "code" and self._open[-1:] != ["pre"])
+        if tag != "img":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.pop()
+        ends = {"td": " |", "th": " |", "code": "`" * (self._open[-1:] != ["pre"]), "span": ". " * ("h2" in self._open)}
+        self.text += ends.get(tag, "\n" * (tag in LINES))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data.strip("\n") if "pre" in self._open else re.sub(r"^\s+$", "", data)
+
+
+def plain(page: str) -> str:
+    """Return a report as lines: ``## 2. Results``, ``### Risks``, ``- an item``, ``| a | row |``, and words."""
+    return _Plain(page).text

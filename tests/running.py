@@ -39,9 +39,7 @@ class StepEngine(Engine):
     def step(self, name: str, rows: int) -> Tensor:
         raise NotImplementedError
 
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         rows, length = attention_mask.shape
         self.batches.append(batch := MicroBatch(rows, length, capacity))
         return batch

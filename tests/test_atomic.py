@@ -37,7 +37,7 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="a pipe that nobody reads"):
+    with pytest.raises(OSError, match="No such device"):
         atomic.write(tmp_path / "pipe", "text")
     assert (tmp_path / "pipe").is_fifo()
 

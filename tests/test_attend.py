@@ -66,7 +66,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @pytest.mark.usefixtures("compiler")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     batch=st.lists(st.integers(1, 5), max_size=2),
     rows=st.integers(1, 9),
@@ -90,7 +90,7 @@ def test_both_products_are_those_of_torch(
 
 
 @pytest.mark.usefixtures("compiler")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     heads=st.integers(1, 3),
@@ -146,7 +146,7 @@ def blocks_of(
 
 
 @pytest.mark.usefixtures("compiler")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.sampled_from([(1,), (130,), (5, 128, 257), (2000, 3), (1300,)]),
     count=st.sampled_from([1, 2, 5, 128]),

@@ -96,7 +96,7 @@ def talk(
     """Return the answers to `TURNS` as JSON, and the other output."""
     messages: list[str] = []
     dialogue = dialogue or dialogue_for(worker)
-    limits = terminal.AnswerLimits(10, worker.session.plan.model.max_position, Sampling(), ignore_eos)
+    limits = 10, worker.session.plan.model.max_position, Sampling(), ignore_eos
     terminal.talk(worker, dialogue, turns or TURNS, opening(), limits, messages.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], messages
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.damage import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
+from tests.damage_files import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
 from zinfer.checkpoint.headers import INDEX as WEIGHT_INDEX
 from zinfer.checkpoint.headers import SINGLE, Checkpoint, CheckpointError
 
@@ -74,21 +74,10 @@ def test_a_flipped_bit_in_a_header_is_refused_or_harmless(folder: Path) -> None:
             assert entry in stored or (info.dtype in {"I32", "U32"} and ("F32", *entry[1:]) in stored)
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("name twice", "it has '[abc]' twice|it has 'scalar' twice"),
-        ("hole", "leave a hole"),
-        ("overlap", "overlap|leave a hole|cut off|longer"),
-        ("all at 0", "overlap|longer"),
-        ("a byte later", "leave a hole"),
-        ("cut", "is cut off"),
-        ("longer data", "longer than its header says"),
-    ],
-)
-def test_the_line_names_the_fault(fault: str, says: str, folder: Path) -> None:
+@pytest.mark.parametrize("fault", ["name twice", "hole", "cut", "longer data", "metadata"])
+def test_the_line_says_what_to_do(fault: str, folder: Path) -> None:
     damage_header(random.Random(1), folder / SINGLE, fault)
-    refused(folder, says)
+    refused(folder, r"damaged or cut off \(.+\): copy it again")
 
 
 def shard(folder: Path, name: str, sizes: dict[str, list[int]]) -> dict[str, str]:

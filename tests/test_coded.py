@@ -16,7 +16,7 @@ from zinfer import engine
 from zinfer.checkpoint import resolve as resolving
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.quantization import SCHEMES, scheme
-from zinfer.checkpoint.quantized_bytes import Quantization
+from zinfer.checkpoint.quantized_tensors import Quantization
 from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import find, revision_of
 from zinfer.core.case import Case, LoadFormat, Workload
@@ -81,7 +81,7 @@ def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, 
     state = ModelState(spec, load_format)
     plain = {name: tensor.clone() for name, tensor in state.load(CPU)}
     expanded, coded = dict[str, Tensor](), set[str]()
-    for name, loaded in state.load_stored(CPU):
+    for name, loaded in state.load(CPU, stored=True):
         if isinstance(loaded, Tensor):
             expanded[name] = loaded.clone()
         else:
@@ -263,4 +263,4 @@ def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Callable[..., P
     save_file(tensors, part, metadata={"format": "pt"})
     state = ModelState(resolve(str(tmp_path), "bfloat16", weights="int4"), "safetensors", allow_nan=True)
     with pytest.raises(CheckpointError, match="cannot be rounded to int4"):
-        list(state.load_stored(CPU))
+        list(state.load(CPU, stored=True))

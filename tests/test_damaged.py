@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.checkpoints import save_checkpoint
+from tests.damage_files import damage_json, damage_safetensors, damage_text
 from tests.test_architecture import CONFIGS
-from tools.damage import damage_json, damage_safetensors, damage_text
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.configuration import CheckpointWarning
 from zinfer.checkpoint.resolve import resolve

@@ -78,22 +78,6 @@ def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> Non
     interrupted(started(what), number)
 
 
-@pytest.mark.parametrize(("what", "number"), [(IN_C, signal.SIGINT), (SWALLOWED.strip(), signal.SIGTERM)])
-def test_a_context_that_handles_signals_itself_has_so_long_to_end(what: str, number: int) -> None:
-    handler = f"import signal; from zinfer.system import ending; signal.signal({int(number)}, lambda *_: None)"
-    process = started(what, before=f"{handler}; limit = ending.within(0.3, 60); limit.__enter__()")
-    interrupted(process, number)
-
-
-def test_the_second_signal_of_such_a_context_has_a_limit_of_its_own() -> None:
-    handler = f"import signal; from zinfer.system import ending; signal.signal({int(signal.SIGTERM)}, lambda *_: None)"
-    process = started(IN_C, before=f"{handler}; limit = ending.within(600, 0.3); limit.__enter__()")
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(PATIENCE_S / 400)
-    interrupted(process, signal.SIGTERM)
-
-
 def test_what_a_command_has_made_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "good").write_text("good")
     process = started(FILE, str(tmp_path), before="")

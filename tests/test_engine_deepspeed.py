@@ -1,11 +1,7 @@
 """Engine deepspeed, beyond the parity that test_parity.py checks: the parameters that it fetches, and the state that it
 leaves behind."""
 
-import inspect
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -25,6 +21,7 @@ from zinfer.core.engine import conflict
 from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import DeepSpeed
+from zinfer.engine.deepspeed.world import prepare
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import make_plan
 
@@ -213,10 +210,13 @@ def test_a_type_that_deepspeed_supports_is_accepted(
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # whatever this processor supports
     directory = checkpoint("llama")
     loaded: Any = load("deepspeed", directory, "cpu", tmp_path, dtype="float16")
-    exact = load("deepspeed", directory, "cpu", tmp_path)
     token_ids, mask = prompts(BATCHES[0])
-    half, whole = prefill(loaded, token_ids, mask), prefill(exact, token_ids, mask)
+    half = prefill(loaded, token_ids, mask)
     assert {parameter.dtype for parameter in loaded._parameters.values()} == {torch.float16}
+    loaded.close()
+    exact = load("deepspeed", directory, "cpu", tmp_path)
+    whole = prefill(exact, token_ids, mask)
+    exact.close()
     assert torch.allclose(half.float(), whole, atol=0.02 * float(whole.abs().max()))
 
 
@@ -261,29 +261,26 @@ def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
     assert modules_under_way() == []
     after = load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
     assert torch.equal(greedy(after, BATCHES[0]), reference(checkpoint("llama"))[0])
+    after.close()
 
 
-def test_two_engines_of_one_process_do_not_disturb_each_other(
+def test_a_second_one_in_the_process_is_refused(bloom: Any, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="engine deepspeed is alone in its process"):
+        load("deepspeed", checkpoint("llama"), "cpu", tmp_path)
+    assert torch.equal(greedy(bloom, BATCHES[0]), reference(checkpoint("bloom"))[0])
+
+
+def test_a_lock_of_a_compiler_is_named(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    before, names = dict(os.environ), ("llama", "bloom")
-    opened = [load("deepspeed", checkpoint(name), "cpu", tmp_path) for name in names]
-    for name, loaded in zip(names, opened, strict=True):
-        assert torch.equal(greedy(loaded, BATCHES[0]), reference(checkpoint(name))[0])
-    with monkeypatch.context() as patch:
-        patch.setattr("zinfer.engine.decoder.Decoder._call", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            greedy(opened[0], BATCHES[0])
-    for name, loaded in zip(names, opened, strict=True):
-        assert torch.equal(greedy(loaded, BATCHES[1]), reference(checkpoint(name))[1])
-    opened[0].close()
-    assert dist.is_initialized()
-    assert os.environ["RANK"] == "0"
-    assert torch.equal(greedy(opened[1], BATCHES[0]), reference(checkpoint(names[1]))[0])
-    opened[1].close()
-    assert not dist.is_initialized()
-    assert dict(os.environ) == before
+    lock, stages = tmp_path / "async_io" / "lock", list[str]()
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with ExitStack() as undo:
+        prepare(torch.device("cpu"), undo, lambda stage, _share: stages.append(stage))
+    assert len(stages) == 1
+    assert str(lock) in stages[0]
 
 
 def test_everything_is_released_though_closing_fails_half_way(
@@ -311,54 +308,3 @@ def test_nvme_says_what_it_lacks(
     with pytest.raises(EngineError, match="--nvme-path"):
         load("deepspeed", checkpoint("llama"), "nvme", tmp_path / "nowhere")
     assert not dist.is_initialized()
-
-
-HOLDER = """
-import sys, time
-from torch.utils.file_baton import FileBaton
-baton = FileBaton(sys.argv[1])
-print(baton.try_acquire(), flush=True)
-time.sleep(float(sys.argv[2]))
-baton.release()
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("way", ["stale", "killed", "released"])
-def test_a_lock_of_a_killed_compiler_is_removed_and_one_in_use_waited_for(tmp_path: Path, way: str) -> None:
-    from torch.utils.file_baton import FileBaton
-
-    from zinfer.engine.deepspeed import compiling
-
-    lock = tmp_path / "async_io" / "lock"
-    lock.parent.mkdir()
-    stages: list[str] = []
-    with ExitStack() as undo:
-        compiling.watch(lambda stage, _share: stages.append(stage), undo.callback)
-        if way == "stale":
-            lock.touch()
-        else:
-            # the holder needs torch's lock alone: importing all of torch takes seconds
-            source = Path(inspect.getsourcefile(FileBaton) or "").read_text()
-            script = HOLDER.replace("from torch.utils.file_baton import FileBaton", source)
-            hold = "600" if way == "killed" else "0.5"
-            holder = subprocess.Popen([sys.executable, "-c", script, str(lock), hold], stdout=subprocess.PIPE)
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == b"True\n"
-            assert not compiling.abandoned(lock)
-            if way == "killed":
-                threading.Timer(0.5, holder.kill).start()
-        baton = FileBaton(str(lock))
-        assert baton.try_acquire()
-        assert lock.exists()
-        assert not compiling.abandoned(lock)
-        baton.release()
-        (lock.parent / "async_io.so").touch()
-        assert FileBaton(str(lock)).try_acquire()
-        if way != "stale":
-            holder.kill()
-            holder.communicate()
-    notes = {"stale": ["removed"], "killed": ["waiting", "removed"], "released": ["waiting"]}[way]
-    assert [stage.split()[1] for stage in stages] == [*notes, "compiling"]
-    assert "async_io" in stages[-1]
-    assert not FileBaton(str(lock)).try_acquire(), "torch's own again"

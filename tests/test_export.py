@@ -1,12 +1,9 @@
 """Export: one row per point, one column per field, empty cells for the unknown, and no formulas for spreadsheets."""
 
 import csv
-import importlib.util
 import io
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,11 +11,10 @@ from click.testing import CliRunner, Result
 from tests.results import case, point, sweep
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.record.export import COLUMNS, WRITERS, FlatTable, to_csv, to_json, to_md
+from zinfer.record.export import table, to_csv, to_json
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import Store
 
-HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
 ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"
 POINTS = [
     (
@@ -45,27 +41,25 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_every_field_has_a_column() -> None:
-    assert {*Case.model_fields, *Workload.model_fields} - {"workload"} <= set(COLUMNS)
-    assert {f"effective_{name}" for name in Effective.model_fields} <= set(COLUMNS)
+    assert {*Case.model_fields, *Workload.model_fields} - {"workload"} <= table(POINTS)[0].keys()
+    assert {f"effective_{name}" for name in Effective.model_fields} <= table(POINTS)[0].keys()
     elsewhere = "case ttft_ms step_ms effective link_bandwidth all_links_bandwidth gpu versions predicted timeline"
-    assert set(Measurement.model_fields) - {*elsewhere.split()} <= set(COLUMNS)
-    table = FlatTable.of(POINTS)
-    assert tuple(table.columns) == (
-        *COLUMNS, "predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer",
-    )  # fmt: skip
+    assert set(Measurement.model_fields) - {*elsewhere.split()} <= table(POINTS)[0].keys()
+    last = ["predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer"]
+    assert [*table(POINTS)[1]][-4:] == [*table(POINTS)[0]][-4:] == last
 
 
 def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
     sizes = {"a": 50_000_000_000, "b": None}
     points = [(name, point(case(1), load_s=20.0, load_bytes=size)) for name, size in sizes.items()]
-    rows = [dict(zip(COLUMNS, row, strict=False)) for row in FlatTable.of(points).rows]
+    rows = table(points)
     assert [row["load_bandwidth_bytes_s"] for row in rows] == [2.5e9, None]
     assert [row["load_bytes"] for row in rows] == [50_000_000_000, None]
 
 
 def test_values_are_those_of_the_record() -> None:
     ours = POINTS[0][1]
-    row, _ = json.loads(to_json(FlatTable.of(POINTS)))
+    row, _ = json.loads(to_json(table(POINTS)))
     assert ours.output_tok_s is not None
     assert ours.effective is not None
     assert row["output_tok_s"] == ours.output_tok_s
@@ -85,7 +79,7 @@ def test_values_are_those_of_the_record() -> None:
 
 
 def test_a_failure_is_a_row_of_empty_cells_never_of_zeros() -> None:
-    for rows in (read_csv(to_csv(FlatTable.of(POINTS))), json.loads(to_json(FlatTable.of(POINTS)))):
+    for rows in (read_csv(to_csv(table(POINTS))), json.loads(to_json(table(POINTS)))):
         failed = rows[1]
         assert (failed["status"], failed["stage"], failed["error"]) == ("oom_gpu", "prefill", ERROR)
         for column in ("output_tok_s", "ttft_ms", "tpot_ms_half_width", "gpu_peak_bytes", "repeats", "options",
@@ -95,50 +89,36 @@ def test_a_failure_is_a_row_of_empty_cells_never_of_zeros() -> None:
 
 def test_rates_of_an_unusable_point_are_left_out() -> None:
     idle = point(case(8)).model_copy(update={"status": "offload_not_effective"})
-    (row,) = json.loads(to_json(FlatTable.of([("a", idle)])))
+    (row,) = json.loads(to_json(table([("a", idle)])))
     assert (row["status"], row["output_tok_s"], row["ttft_ms"], row["repeats"]) == (idle.status, None, None, 3)
 
 
 def test_the_last_point_of_equal_cases_counts() -> None:
     once, again = point(case(8), status="crashed"), point(case(8))
-    table = FlatTable.of([("a", once), ("a", again), ("b", once)])
-    assert [(row[0], row[list(table.columns).index("status")]) for row in table.rows] == [("a", "ok"), ("b", "crashed")]
+    rows = table([("a", once), ("a", again), ("b", once)])
+    assert [(row["file"], row["status"]) for row in rows] == [("a", "ok"), ("b", "crashed")]
 
 
 def test_numbers_in_csv_are_exact() -> None:
-    row = read_csv(to_csv(FlatTable.of(POINTS)))[0]
+    row = read_csv(to_csv(table(POINTS)))[0]
     assert float(row["output_tok_s"]) == POINTS[0][1].output_tok_s
     assert row["gpu_peak_bytes"] == str(20 << 30)
-    assert to_csv(FlatTable.of(POINTS)).count(b"\r") == 0
+    assert to_csv(table(POINTS)).count(b"\r") == 0
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "  =HYPERLINK(1)", "＝1", "\n=1"])
 def test_no_cell_of_csv_starts_a_formula(text: str) -> None:
     nasty = point(case(1, model=text), status="crashed", error=text, machine=text, versions={text: text})
-    row = read_csv(to_csv(FlatTable.of([(text, nasty)])))[0]
+    row = read_csv(to_csv(table([(text, nasty)])))[0]
     for column in ("file", "model", "error", "machine"):
         assert row[column] == "'" + text.replace("\r", "\n")
     assert row["version_" + text.replace("\r", "\n")].startswith("'")
-    assert json.loads(to_json(FlatTable.of([(text, nasty)])))[0]["error"] == text, (
-        "JSON runs nowhere and stays as it is"
-    )
+    assert json.loads(to_json(table([(text, nasty)])))[0]["error"] == text, "JSON runs nowhere and stays as it is"
 
 
 def test_numbers_are_not_touched_by_it() -> None:
     below = point(case(1)).model_copy(update={"load_s": -1.5})
-    assert read_csv(to_csv(FlatTable.of([("a", below)])))[0]["load_s"] == "-1.5"
-
-
-def test_markdown_has_one_line_a_point_and_no_markup() -> None:
-    nasty = point(case(1, model="a|b`c\\d_e[x](y)"), status="crashed", error="one\n| two\x1b[31m<img src=x>&")
-    lines = to_md(FlatTable.of([*POINTS, ("a.jsonl", nasty)])).decode().splitlines()
-    assert len(lines) == 2 + 3
-    widths = {line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines}
-    assert len(widths) == 1
-    assert "a\\|b\\`c\\\\d\\_e\\[x\\](y)" in lines[4]
-    assert "one \\| two\\\\u001b\\[31m&lt;img src=x&gt;&amp;" in lines[4]
-    assert "effective\\_nvme\\_weight\\_bytes" in lines[0]
-    assert "gpu\\_used\\_bytes" not in lines[0], "a column in which nothing stands is left out"
+    assert read_csv(to_csv(table([("a", below)])))[0]["load_s"] == "-1.5"
 
 
 def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
@@ -153,7 +133,6 @@ def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
 def test_the_ending_of_the_output_names_the_format(results: Path, tmp_path: Path) -> None:
     for ending, start in (
         ("csv", b"file,machine,"),
-        ("md", b"| file |"),
         ("json", b"[\n {"),
         ("txt", b"file,machine,"),
     ):
@@ -186,43 +165,3 @@ def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: st
     done = export(tmp_path / name)
     assert (done.exit_code, done.stdout) == (4, "")
     assert message in done.stderr
-
-
-def test_parquet_to_a_terminal_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("zinfer.commands.export.sys", terminal)
-    done = export(results, "--format", "parquet")
-    assert done.exit_code == 2
-    assert "name a file with -o" in done.stderr
-
-
-def test_parquet_without_pyarrow_says_what_to_install(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    done = export(results, "-o", tmp_path / "all.parquet")
-    assert done.exit_code == 5
-    assert "pip install 'pyarrow>=17'" in done.stderr
-    assert not (tmp_path / "all.parquet").exists()
-
-
-@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
-def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
-    import pyarrow.parquet
-
-    done = export(results, "--format", "parquet")
-    assert done.exit_code == 0, done.output
-    table = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
-    assert table.to_pylist() == json.loads(export(results, "--format", "json").stdout)
-    types = {name: str(table.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
-    assert types == {"model": "string", "batch_size": "int64", "tpot_ms": "double", "gpu_used_bytes": "int64"}
-
-
-@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
-def test_failures_alone_have_the_same_types_in_parquet() -> None:
-    import pyarrow.parquet
-
-    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](FlatTable.of([point])))) for point in POINTS]
-    shared = set(tables[0].column_names) & set(tables[1].column_names)
-    assert shared >= set(COLUMNS)
-    assert all(tables[0].schema.field(name) == tables[1].schema.field(name) for name in shared)

@@ -128,7 +128,7 @@ def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -
         "result = CliRunner().invoke(cli, ['plan', '-m', 'bloom-176b', '--machine', 'h100-80gb,gh200-96gb'])\n"
         "assert result.exit_code == 0, result.output\n"
         "words = ['plan', 'bloom-176b-machines', '--calibrate', 'sweeps/results/nvidia-h200'], \\\n"
-        "    ['export', '--format', 'md'], \\\n"
+        "    ['export', '--format', 'json'], \\\n"
         "    ['best', '--machine', 'all', '--objective', 'cost', '--gpu-hour-usd', '2'], \\\n"
         "    ['report', 'sweeps/results/nvidia-h100-80gb-hbm3/bloom-7b1.jsonl', '-o', sys.argv[1] + '/r.html']\n"
         "for line in words:\n"

@@ -1,12 +1,10 @@
 """Memory and NUMA nodes, read from fabricated kernel files."""
 
 import os
-import resource
 from pathlib import Path
 
 import pytest
 
-from zinfer.core.units import gb
 from zinfer.system import host
 from zinfer.system.host import NumaNode, available_bytes, numa_node
 
@@ -106,20 +104,3 @@ def test_the_limit_tells_what_a_process_may_use(
     monkeypatch.setattr(host, "memory_total", lambda: total)
     monkeypatch.setattr(host, "memory_limit", lambda: limit)
     assert host.host_bytes() == usable
-
-
-def test_a_limit_on_addresses_is_a_limit_on_memory() -> None:
-    """As `ulimit -v` sets it: for this process and all that it starts."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    assert host.allowed_bytes() == host.host_bytes() or before[0] != resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
-    try:
-        assert host.allowed_bytes() == min(1 << 40, host.host_bytes())
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (64 << 20), before[1]))
-        assert host.allowed_bytes() == min(mapped + (64 << 20), host.host_bytes())
-        assert 0 < available_bytes() <= 64 << 20
-        assert host.no_memory("why") == f"host memory ran out: `ulimit -v` allows {gb(mapped + (64 << 20))} (why)"
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert host.no_memory("why") == "host memory ran out (why)"

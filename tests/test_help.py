@@ -1,17 +1,14 @@
 """Help, retired verbs, hub revisions, and exit codes for missing parts. Help is in the order of work."""
 
-import json
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from tests.results import case, point
 from zinfer.checkpoint import hub
 from zinfer.checkpoint.resolve import catalogue_names
-from zinfer.cli import GROUPS, RENAMED, VERBS, cli
-from zinfer.commands.options import at_revision
+from zinfer.cli import GROUPS, VERBS, cli
 from zinfer.core.errors import ENVIRONMENT, did_you_mean
 from zinfer.core.model import ModelError
 from zinfer.core.units import counted
@@ -24,32 +21,12 @@ def test_verbs_stand_in_the_order_of_work() -> None:
     places = [text.index(f"\n  {verb} ") for verb in VERBS]
     assert places == sorted(places)
     assert all(f"{title}:" in text for title in GROUPS)
-
-
-def test_a_retired_verb_says_what_to_write() -> None:
-    done = CliRunner().invoke(cli, ["completion", "bash"])
-    assert done.exit_code == 2
-    assert "_ZINFER_COMPLETE=bash_source" in done.output
-
-
-@pytest.mark.parametrize("verb", RENAMED)
-def test_a_renamed_verb_runs_the_new_words_after_a_line_that_says_them(verb: str) -> None:
-    words = RENAMED[verb]
-    old = CliRunner().invoke(cli, [verb, "--help"])
-    new = CliRunner().invoke(cli, [*words, "--help"])
-    assert old.exit_code == new.exit_code == 0
-    assert old.stdout == new.stdout
-    assert old.stderr == f"zinfer {verb} will go: write `zinfer {' '.join(words)}`\n"
-    assert new.stderr == ""
-    assert verb not in VERBS
     assert len(VERBS) == 15
 
 
 def test_the_catalogue_is_listed_by_plan() -> None:
-    old = CliRunner().invoke(cli, ["models", "bloom-176b", "--json"])
-    new = CliRunner().invoke(cli, ["plan", "--list", "models", "bloom-176b", "--json"])
-    assert json.loads(old.stdout) == json.loads(new.stdout)
-    assert json.loads(new.stdout)[0]["parameters"] > 176e9
+    listed = CliRunner().invoke(cli, ["plan", "--list", "models", "bloom-176b"])
+    assert "176.25 B" in listed.stdout
     wrong = CliRunner().invoke(cli, ["plan", "--list", "model"])
     assert wrong.exit_code == 2
 
@@ -67,13 +44,8 @@ def test_words_that_are_nearly_known() -> None:
 
 
 def test_a_revision_is_part_of_the_reference() -> None:
-    assert at_revision("owner/name", "v1.0") == "owner/name@v1.0"
-    assert at_revision(("a/b", "c/d"), "main") == ("a/b@main", "c/d@main")
     assert hub.split("owner/name@v1.0") == ("owner/name", "v1.0")
     assert hub.split("owner/name") == ("owner/name", None)
-    for model in ("bloom-176b", "./folder", None, "a/b@c"):
-        with pytest.raises(click.UsageError, match="--revision is for a hub model"):
-            at_revision(model, "v1")
 
 
 def test_the_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

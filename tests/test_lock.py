@@ -16,7 +16,7 @@ NAMES = ("build", "run", "dev", "judges")
 EXTRAS = {
     "run": ("engines",),
     "dev": ("engines", "tensorrt-rtx", "dev"),
-    "judges": ("engines", "judges", "ray", "export"),
+    "judges": ("engines", "judges", "ray"),
 }
 MACHINES = [
     {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": machine, "python_version": version,

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from tests import mentions
-from tests.results import codec_run, sweep
+from tests.results import codec_run, plain, sweep
 from tools import trained
-from zinfer.analysis.study import codecs, pays, show, wrong
 from zinfer.analysis.study import gain as gain_of
+from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -145,7 +145,7 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
         (["missing"], "missing is neither the folder of a checkpoint nor a .safetensors file"),
         (["weights.bin"], "weights.bin is neither"),
         (["empty"], "config.json is missing"),
-        (["cut.safetensors"], "is cut off"),
+        (["cut.safetensors"], "cut off"),
         (["tiny.safetensors"], "has 64 weights to code, at least 1048576 are needed"),
     ],
 )
@@ -175,25 +175,18 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (5, "Error: this needs torch: pip install 'zinfer[engines]'\n")
 
 
-def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_a_line_for_each(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = invoke(file)
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
     lines = [line for line in lines if line]
     assert [line[0] for line in lines[:2]] == [codec.DRAWN, "small-1.5"]
     assert lines[0][2:4] == [f"{study.last(Path(), 'codec').of(Coded)[0].ratio:.1%}", "65.9%"]
-    assert "not measured here" in result.stdout
-    assert {line[0] for line in lines} >= {published.codec for published in codecs()}
     assert "measuring gaussian" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("decode", "gain", "verdict"),
-    [
-        (8e11, 2.0, "yes, 2.00x"),
-        (7.5e10, 1.5, "yes, 1.50x"),
-        (4e10, 0.8, "no, too slow"),
-    ],
+    ("decode", "gain", "verdict"), [(8e11, 2.0, "yes, 2.00x"), (7.5e10, 1.5, "yes, 1.50x"), (4e10, 0.8, "no, too slow")]
 )
 def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
     measured = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
@@ -209,7 +202,7 @@ def test_cells_are_text_with_units() -> None:
     ]
 
 
-def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
+def test_the_report_shows_the_codec(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
     with Store.open(folder / "bloom.jsonl") as store:
@@ -217,9 +210,9 @@ def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
             store.append(point)
 
     def text() -> str:
-        result = CliRunner().invoke(cli, ["report", str(tmp_path / "results"), "-o", str(tmp_path / "r.md")])
+        result = CliRunner().invoke(cli, ["report", str(tmp_path / "results"), "-o", str(tmp_path / "r.html")])
         assert result.exit_code == 0, result.output
-        return (tmp_path / "r.md").read_text()
+        return plain((tmp_path / "r.html").read_text())
 
     assert "Lossless coding" not in text()
     study.append(folder / "codec.jsonl", codec_run("gaussian"))
@@ -227,7 +220,6 @@ def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
     page = text()
     assert mentions(page, "Lossless coding", "h100")
     assert "FAILED" in page
-    assert page.index("FAILED") < page.index("not measured here") < page.index("DFloat11")
     (folder / "codec.jsonl").write_text("{")
     assert "codec.jsonl, line 1: not a whole record" in text()
 

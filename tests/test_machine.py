@@ -1,6 +1,5 @@
 """Machine catalogue: it is consistent, and a damaged description is refused in one line."""
 
-import json
 from datetime import date
 from pathlib import Path
 
@@ -55,8 +54,6 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
 
 
 def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
-    listed = CliRunner().invoke(cli, ["plan", "--list", "machines", "--json"])
-    assert [machine["name"] for machine in json.loads(listed.stdout)] == list(catalogue_names())
     table = CliRunner().invoke(cli, ["plan", "--list", "machines"], env={"COLUMNS": "200"}).stdout
     assert all(name in table for name in catalogue_names())
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")

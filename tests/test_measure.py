@@ -53,9 +53,7 @@ class Metronome(StepEngine):
     def step(self, name: str, rows: int) -> torch.Tensor:
         return self._logits(name, PREFILL_S if name == "prefill" else STEP_S, rows)
 
-    def admit(
-        self, attention_mask: torch.Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> MicroBatch:
+    def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
         assert (attention_mask.shape, capacity, self.batches) == ((3, 5), 9, [])
         return super().admit(attention_mask, capacity, past)
 

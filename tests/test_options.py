@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.command import probed, zinfer
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import (
     ENGINES,
-    RETIRED,
     Offload,
     OptionError,
     PlanOptions,
@@ -166,23 +164,3 @@ def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> 
     stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, machine).placement.resident_layers
     assert len(stay) == layers
     assert max((later - earlier for earlier, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1
-
-
-def test_a_retired_option_is_ignored_with_a_line_that_says_so(tmp_path: Path) -> None:
-    probed(tmp_path)
-    folder = tmp_path / "engines"
-    folder.mkdir()
-    (folder / "before.toml").write_text(
-        "\n".join(['engine = "stream"', "[options]", *(f"{name} = 1" for name in RETIRED)])
-    )
-    words = ["sweep", "-m", "bloom-tiny", "--batch-size", "1", "--dry-run"]
-    axes = [word for name in RETIRED for word in ("-O", f"{name}=7,8")]
-    given, recipe, without = (zinfer(tmp_path, *words, *more) for more in (axes, ["--engine", "before"], []))
-    lines = sorted(f"Warning: option {name} is gone and ignored: {instead}" for name, instead in RETIRED.items())
-    assert sorted(given.stderr.splitlines()) == sorted(recipe.stderr.splitlines()) == lines
-    assert given.stdout == recipe.stdout == without.stdout, "one load, not one for each value"
-    spec, machine = resolve.resolve("mixtral-8x7b", None, None), machines.load("h100-80gb")
-    for name in RETIRED:
-        assert not any(name in kind.options.model_fields for kind in ENGINES.values())
-        recorded = case().model_copy(update={"options": ((name, 7),)})
-        assert make_plan(recorded, spec, machine).placement == make_plan(case(), spec, machine).placement

@@ -47,18 +47,16 @@ def fake_machine(_nvme_path: str | None) -> Machine:
     return MACHINE
 
 
-def measure(
-    plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None = None, signals: Any = None
-) -> sweep.Outcome:
+def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None = None) -> sweep.Outcome:
     """Run `zinfer sweep --resume --force`, or a shard, on `MACHINE` with `worker`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", fake_machine)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        return _measure(plan, output, None, False, True, True, True, shard, signals)
+        return _measure(plan, output, None, False, {"yes": True, "resume": True, "force": True}, shard)
 
 
 def summary(records: Records) -> list[Any]:
-    return [(point.case, point.status, len(point.ttft_ms)) for point in records.points]
+    return sorted((repr(point.case), point.status, len(point.ttft_ms)) for point in records.points)
 
 
 def part(output: Path, number: int, total: int) -> Path:
@@ -92,7 +90,7 @@ def output(tmp_path: Path, measured: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("total", [1, 2, LOADS, LOADS + 1])
 def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total: int) -> None:
-    """Loads, rounds and batches have the same order. Batches found by doubling are included."""
+    """Batches found by doubling are included."""
     output = tmp_path / "out.jsonl"
     for shard in reversed(Shard.all(total)):
         measure(PLAN, output, Stamped(5), shard)
@@ -234,15 +232,6 @@ def of_other_weights(output: Path) -> None:
     change(output, model_revision="other", stage="")
 
 
-def of_no_load(output: Path) -> None:
-    path = part(output, 2, 3)
-    lines = path.read_bytes().splitlines(True)
-    point = decode(lines[1].rstrip())
-    assert isinstance(point, Measurement)
-    other = point.model_copy(update={"case": point.case.model_copy(update={"model": "other"})})
-    path.write_bytes(b"".join([lines[0], encode(other) + b"\n", *lines[1:]]))
-
-
 def without_a_start(output: Path) -> None:
     path = part(output, 2, 3)
     path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:-1]))
@@ -263,7 +252,6 @@ FAULTS: dict[Callable[[Path], None], str] = {
     garble: r"1 of 3 shards have not ended: .*--shard 2/3",
     of_another_sweep: r"00002-of-00003\.part is a part of another sweep",
     of_other_weights: r"different weights of bloom-tiny",
-    of_no_load: r"a point of no load of this sweep: other",
     without_a_start: r"00002-of-00003\.part does not say which sweep",
     of_two_splits: r"has shards of 2 and of 3",
     already_there: r"out\.jsonl has points of another sweep: --force",
@@ -287,7 +275,7 @@ def test_a_damaged_point_is_measured_again(output: Path, alone: Path) -> None:
     measure(PLAN, output, worker, Shard(2, 3))
     assert len(worker.measured) == 1
     merge(PLAN, output)
-    assert sorted(map(repr, summary(read(output)))) == sorted(map(repr, summary(read(alone))))
+    assert summary(read(output)) == summary(read(alone))
 
 
 @pytest.mark.torch
@@ -327,7 +315,7 @@ def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--shard", "1/2", "--merge"], ["--shard", "1/2", "--dry-run"], ["--merge", "--cluster", "local"]]
+    "words", [["--shard", "1/2", "--merge"], ["--shard", "1/2", "--dry-run"], ["--merge", "--cluster", "slurm"]]
 )
 def test_ways_to_run_a_sweep_exclude_each_other(folder: Path, words: list[str]) -> None:
     done = zinfer(folder, *SMALL, *words, "-o", "out.jsonl")

@@ -118,7 +118,7 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     assert "physical limits" not in text
     assert "predicted" in text
     assert "±" in text
-    assert re.search(r"^stream: \d+\.\d% of the link, .* ms .* from \d+ points of \d+ kinds of loads", text, re.M)
+    assert re.search(r"^stream: \d+\.\d% of the link, .* to launch a layer.* from \d+ points of \d+ kinds", text, re.M)
     (shipped,) = rows(*words, "--calibrate")
     assert 0 < shipped["error"] < 0.15
     assert shipped["output_tok_s"] == pytest.approx(result["output_tok_s"], rel=0.1)
@@ -143,8 +143,8 @@ def test_replaced_figures_are_shown() -> None:
 
 def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results", "--details")
-    assert text.count("predicted,") == 4, "a table a machine, and the ranking"
+    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
+    assert text.count("predicted,") == 1, "the ranking"
     refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
 
@@ -230,13 +230,12 @@ def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
     assert kept["prefill_s"] <= 2 < free["prefill_s"]
     (next_one,) = rows(*words, "--batch-size", str(kept["case"]["workload"]["batch_size"] + 1))
     assert next_one["prefill_s"] > 2, "the largest batch that keeps the level has the best throughput"
-    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--gpu-hour-usd", "2.5", "--demand", "2Mtok/day")
-    for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000,000 tokens"):
+    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--gpu-hour-usd", "2.5", "--prompts", "2k")
+    for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000 prompts take"):
         assert words_ in text
     text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)
-    assert "No plan keeps every level" in text
+    assert re.search(r"No plan of \d keeps every level", text)
     assert "missed by" in text
-    assert invoke(*words, "--power-usd-kwh", "1").exit_code == 2
 
 
 def ranked(*words: str, code: int = 0) -> list[list[str]]:
@@ -251,7 +250,6 @@ def test_several_machines_are_ranked_in_one_table() -> None:
     by_rate = sorted(rows(*words), key=lambda row: -row["output_tok_s"])
     assert names == [row["machine"]["name"] for row in by_rate]
     assert plan(*words).count("opt-30b") == 1, "no table of each machine"
-    assert plan(*words, "--details").count("opt-30b") == 5
     prices = ("--price", "t4=0.1,l40s=9", "--price", "h200=1", "--price", "2")
     by_cost = [row[0] for row in ranked(*words, *prices)]
     usd = {"t4": 0.1, "l40s": 9, "h200": 1, "h100-80gb": 2}
@@ -315,13 +313,13 @@ def test_levels_rank_before_the_rate() -> None:
     table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
     assert [(row[0], row[3]) for row in table] == [("h100-80gb", "64"), ("l40s", "16"), ("t4", "4")]
     assert [row[10].partition(":")[0] for row in table] == ["yes", "yes", "no"]
-    assert re.fullmatch(r"no: ttft [\d.]+ s, [\d.]+ tok/s", table[-1][10])
+    assert re.fullmatch(r"no: [\d.]+ s ttft, [\d.]+ tok/s", table[-1][10])
     ranked("-m opt-30b --machine t4,v100-16gb --sla ttft<=1ms", code=4)
 
 
-def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
+def test_prompts_give_hours_and_usd() -> None:
     words = ("-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k",)
-    table = ranked(*words, "--price", "2", "--deadline", "8h", "--utilisation", "1", "--spare", "0")
+    table = ranked(*words, "--price", "2")
     for row, cells in zip(rows(*words, "--price", "2"), table, strict=True):
         hours = 63 * row["e2e_s"] / 3600
         assert row["prompts_hours"] == pytest.approx(hours)
@@ -332,21 +330,12 @@ def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
         assumed = plan(*words, "--machine", row["machine"]["name"])
         assert mentions(assumed, "USD an hour", row["machine"]["name"], "is assumed", "RunPod", "2026-03-10")
         assert "is assumed" not in alone
-        assert cells[12] == f"{-(-32_000 // int(row['output_tok_s'] * 28_800)):,} + 0"
-    assert "--deadline" in invoke(words[0].partition(" --prompts")[0], "--deadline", "8h").stderr
-    short = ranked(*words, "--deadline", "1s")
-    assert all(re.match(r"none: .* a batch", row[12]) for row in short)
-    both = invoke(*words, "--demand", "2Mtok/day")
-    assert (both.exit_code, "leave out one" in both.stderr) == (2, True)
 
 
-def test_a_hint_names_machines_on_which_it_fits() -> None:
+def test_a_hint_names_the_ranking_where_nothing_fits() -> None:
     result = invoke("-m", "bloom-176b", "--machine", "t4", "--offload", "cpu")
     assert result.exit_code == 4
-    named = re.findall(r"([\w-]+) \(stream cpu, (\d+) GiB of host memory\)", result.stderr)
-    assert len(named) == 3
-    for name, size in named:
-        plan("-m", "bloom-176b", "--machine", name, "--offload", "cpu", "--host-memory", f"{size}GiB")
+    assert "`zinfer plan --model bloom-176b --machine all`" in result.stderr
 
 
 def test_what_has_no_answer_is_told_once() -> None:

@@ -85,14 +85,14 @@ def test_every_part_of_the_key_is_in_the_name(key: PlanKey) -> None:
 @pytest.mark.parametrize(
     ("update", "words"),
     [
-        ({"version": "0.1"}, "it was built by tensorrt-rtx 0.1, not"),
-        ({"network": 0}, "its network has version 0, not"),
-        ({"target": "9.0"}, "it is for GPUs of 9.0, not"),
-        ({"revision": "other"}, "its weights are of revision other, not"),
-        ({"dtype": "float16"}, "its weights are float16, not bfloat16"),
-        ({"layers": 2}, "its layers are 2, not None"),
-        ({"max_batch_size": 2}, "its largest batch is 2, not 4"),
-        ({"max_seq_len": 16}, "its longest sequence is 16, not 32"),
+        ({"version": "0.1"}, "its version is 0.1, not"),
+        ({"network": 0}, "its network is 0, not"),
+        ({"target": "9.0"}, "its target is 9.0, not"),
+        ({"revision": "other"}, "its revision is other, not"),
+        ({"dtype": "float16"}, "its dtype is float16, not bfloat16"),
+        ({"layers": 2}, "its layers is 2, not None"),
+        ({"max_batch_size": 2}, "its max_batch_size is 2, less than 4"),
+        ({"max_seq_len": 16}, "its max_seq_len is 16, less than 32"),
     ],
 )
 @pytest.mark.parametrize("explicit", [False, True])
@@ -115,8 +115,8 @@ def _piped(path: Path) -> None:
     ("suffix", "spoil", "words"),
     [
         (".plan", lambda path: os.truncate(path, path.stat().st_size - 1), "is cut off"),
-        (".plan", lambda path: path.write_bytes(b"Q" + path.read_bytes()[1:]), "is not the plan that its JSON file"),
-        (".json", Path.unlink, "its build was interrupted"),
+        (".plan", lambda path: path.write_bytes(b"Q" + path.read_bytes()[1:]), "not the plan that its JSON file"),
+        (".json", Path.unlink, "is missing"),
         (".json", lambda path: path.write_text("{"), "does not describe a plan"),
         (".json", lambda path: path.write_text('{"size": 3}'), "does not describe a plan"),
         (".json", _piped, "does not describe a plan"),
@@ -207,7 +207,7 @@ def started(folder: Path, *words: str, stderr: int | None = None) -> subprocess.
 
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    process = started(folder, "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4", stderr=subprocess.PIPE)
+    process = started(folder, "-m", "bloom-7b1", "--load-format", "dummy", "--layers", "4", stderr=subprocess.PIPE)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not (folder / PLANS).is_dir():
         time.sleep(0.05)
@@ -238,17 +238,14 @@ def _peak(folder: Path, directory: Path) -> int:
     return peak
 
 
-@pytest.mark.slow  # it builds four times
-@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_a_build_takes_no_more_memory_than_it_says(
-    folder: Path, stored: str, checkpoint: Checkpoints, spec: ModelSpec
-) -> None:
+@pytest.mark.slow  # it builds twice
+def test_a_build_takes_no_more_memory_than_it_says(folder: Path, checkpoint: Checkpoints, spec: ModelSpec) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         "llama", num_hidden_layers=6, hidden_size=2048, intermediate_size=4096, num_attention_heads=16, vocab_size=256
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, stored))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model", max_shard_size="100MB")
     large = resolve(str(folder / "model"), "bfloat16", None)
     shard = max(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))

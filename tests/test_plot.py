@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,11 +19,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tests import mentions
-from tests.results import LAYERS_BYTES, case, point, sweep, traced
+from tests.results import case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
 from zinfer.cli import cli
 from zinfer.record.measurement import Measurement, Span, spans
-from zinfer.record.store import Store, read
+from zinfer.record.store import Store
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
 from zinfer.report.plot.style import said
@@ -116,8 +115,8 @@ def test_latency_is_drawn_over_throughput_for_every_usable_point() -> None:
 def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
     figure = shown("sweep")["throughput"]
     assert crosses(figure) == {16, 64, 128}
-    texts = {text.get_text() for text in figure.axes[1].texts}
-    assert {"stream none", "deepspeed cpu", "accelerate cpu (timeout)"} <= texts
+    texts = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {"out of memory: stream none", "out of memory: deepspeed cpu", "failed: accelerate cpu"} <= texts
     assert crosses(shown("twelve")["throughput"]) == set()
 
 
@@ -132,11 +131,9 @@ def test_unknown_values_are_not_drawn() -> None:
         point(case(8), status="nan_output"),
     ]
     figures = drawn(points)
-    assert measured(figures["link"].axes[0])["stream cpu"][0] == [1]
     assert measured(figures["throughput"].axes[0])["stream cpu"][0] == [1, 2, 4]
     single = [point(case(1, output_len=1))]
     assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1]
-    assert "link" not in drawn([point(case(1, offload="none"))])
     assert drawn([point(case(1), status="oom_gpu")]) == {}
 
 
@@ -144,10 +141,10 @@ def labels(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> None:
+def test_the_timeline_shows_the_fastest_configurations() -> None:
     figure = shown("traced")["timeline"]
-    assert len(figure.axes) == 2 * 3
-    heads = [labels(axes)[0] for axes in figure.axes[::2]]
+    assert len(figure.axes) == 3
+    heads = [labels(axes)[0] for axes in figure.axes]
     assert [head.split(", batch")[0] for head in heads] == [
         "stream cpu weight_codec=lossless",
         "stream cpu",
@@ -155,13 +152,10 @@ def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> 
     ]
     assert mentions(heads[1], "stream cpu", "batch 64", "1,277.5 ms", "timed")
     assert "3 of 4" in figure.texts[1].get_text()
-    assert len({axes.get_xlim() for axes in figure.axes[::2]}) == 1, "whole steps share a scale"
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1, "whole steps share a scale"
     busy, waits = labels(figure.axes[0])[1:]
     assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "81.4 GB/s", "149.2%")
     assert mentions(waits, "link", "6.9 ms", "0.8%", "6.9", "GPU", "6.5")
-    low, high = figure.axes[1].get_xlim()
-    assert low < 0 < 3 * 60.5 < high < 4 * 60.5
-    assert {"waits 6.9 ms", "layer 2", "layer 4", "0"} <= set(labels(figure.axes[1]))
 
 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
@@ -178,8 +172,7 @@ def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
 
 def test_the_timeline_shows_the_disk_above_the_link() -> None:
     figure = drawn([point(case(8, offload="nvme"), timeline=slow_disk())])["timeline"]
-    for axes in figure.axes[:2]:
-        assert [tick.get_text() for tick in axes.get_yticklabels()] == ["disk", "link", "compute"]
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["disk", "link", "compute"]
     labels = " ".join(text.get_text() for text in figure.axes[0].texts)
     assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in labels
     assert "of them, the disk in" in labels
@@ -205,16 +198,14 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
         drawn([point(case(8, options=options), timeline=spans)])["timeline"]
         for options, spans in (((), single), ((("gpus", 2),), double))
     )
-    whole, part = both.axes
-    for axes in (whole, part):
-        names = [label.get_text() for label in axes.get_yticklabels()]
-        assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
+    (whole,) = both.axes
+    names = [label.get_text() for label in whole.get_yticklabels()]
+    assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
     assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 3 * 15 / 72
     first, _, second, _, hidden = labels(whole)[1:]
     assert mentions(first, "GPU 0 busy", "link 100.0%")
     assert mentions(second, "GPU 1 busy", "gather")
     assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
-    assert any(re.match(r"the link 1 waits 4\d", label) for label in labels(part))
 
 
 def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
@@ -240,7 +231,6 @@ def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
 def test_a_link_that_hardly_waits_is_not_called_idle(launch_ms: float) -> None:
     axes = drawn([point(case(1), timeline=traced(running=True, launch_ms=launch_ms))])["timeline"].axes
     assert re.search(r"hardly .*\b0\.0\d* ms", labels(axes[0])[2])
-    assert not any("waits" in label for label in labels(axes[1]))
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -249,7 +239,7 @@ def test_axes_hold_all_their_points(name: str) -> None:
         for axes in figure.axes:
             (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
             for line in axes.lines:
-                if line.get_marker() != "None":
+                if line.get_marker() not in ("None", "x", "+"):
                     assert all(left < x < right for x in values(line.get_xdata()))
                     assert all(low < y < high for y in values(line.get_ydata()))
 
@@ -286,20 +276,6 @@ def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
     assert all(y > rate * x for x, y in list(zip(*lines["stream cpu weight_codec=lossless"], strict=True))[:4])
 
 
-def test_link_share_counts_the_bytes_on_the_wire() -> None:
-    wire = round(LAYERS_BYTES * 0.667)
-    points = [
-        row.model_copy(update={"effective": row.effective.model_copy(update={"wire_bytes_per_step": wire})})
-        if row.effective and "lossless" in row.case.label()
-        else row
-        for row in sweep()
-    ]
-    (group, of_group), *_ = groups(points).items()
-    lines = measured(plot.draw(group, of_group, ["link"])["link"].axes[0])
-    assert 80 < max(lines["stream cpu weight_codec=lossless"][1]) <= 105
-    assert 80 < max(lines["stream cpu"][1]) <= 100
-
-
 def test_the_title_asks_and_the_notes_say_what_was_measured() -> None:
     for figure in shown("sweep").values():
         title, *notes = (text.get_text() for text in figure.texts)
@@ -334,7 +310,7 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         (config / "matplotlibrc").write_text(style)
         out = tmp_path / f"out{nth}"
         command = [sys.executable, "-m", "zinfer", "plot", str(results / "h100"), "-o", str(out)]
-        command += ["--figure", "link,timeline"]
+        command += ["--figure", "latency,timeline"]
         environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         subprocess.run(command, env=environment, check=True, capture_output=True)
         hashes.append(digests(out, out.rglob("*.*")))
@@ -348,7 +324,7 @@ def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None
     written = sorted(str(path) for path in (tmp_path / "plots").rglob("*.*"))
     assert sorted(done.stdout.splitlines()) == written
     assert f"{tmp_path}/plots/h200/bloom-throughput.svg" in written
-    assert len(written) == 6
+    assert len(written) == 4
 
 
 def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
@@ -357,15 +333,15 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
         store.append(point(case(1, input_len=64)))
     done = CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "plots"), "--format", "png"])
     names = {Path(line).name for line in done.stdout.splitlines()}
-    assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-link.png" for length in (64, 512)} <= names
-    assert len(names) == 6
+    assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-latency.png" for length in (64, 512)} <= names
+    assert len(names) == 4
 
 
 def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
-    done = CliRunner().invoke(cli, [*words, "link,throughput"])
-    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-link.svg", "bloom-throughput.svg"}
-    none = CliRunner().invoke(cli, [*words, "link,timeline"])
+    done = CliRunner().invoke(cli, [*words, "latency,throughput"])
+    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-latency.svg", "bloom-throughput.svg"}
+    none = CliRunner().invoke(cli, [*words, "latency,timeline"])
     assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
     assert mentions(none.stderr, "timeline", "`zinfer sweep`")
     unknown = CliRunner().invoke(cli, [*words, "gantt"])
@@ -384,14 +360,8 @@ def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
 
 
-def canvas_of(figure: Figure) -> Any:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas.get_renderer()
-
-
 @pytest.mark.parametrize("name", DATA)
-def test_an_svg_is_small_and_its_text_is_text(name: str) -> None:
+def test_the_text_of_an_svg_is_text(name: str) -> None:
     for figure in shown(name).values():
         svg = chart.render(figure, "svg")
         root = ElementTree.fromstring(svg)
@@ -401,28 +371,6 @@ def test_an_svg_is_small_and_its_text_is_text(name: str) -> None:
         assert root.get("role") == "img"
         assert [element.tag.split("}")[1] for element in root][:2] == ["title", "desc"]
         assert root[0].text == chart.said(figure, "title")
-        ids = [element.attrib["id"] for element in root.iter() if "id" in element.attrib]
-        assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", svg.decode())) == set(ids)
-        assert len(ids) == len(set(ids))
-
-
-def test_a_figure_of_few_points_has_their_values_and_ticks_near_them() -> None:
-    """The committed figure of the whole BLOOM-176B: between 7 and 30 tok/s at four batch sizes, two of them close."""
-    (file,) = (Path(__file__).parents[1] / "sweeps" / "results").rglob("bloom-176b-whole.jsonl")
-    ((group, points),) = groups(read(file).points).items()
-    figure = plot.draw(group, points, ["throughput"])["throughput"]
-    axes = figure.axes[0]
-    FigureCanvasAgg(figure).draw()
-    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
-    assert len(ticks) >= 4
-    values = {round(point.output_tok_s or 0, 1) for point in points if point.usable}
-    written = [text for text in axes.texts if text.get_text()]
-    assert {round(float(text.get_text().split()[0]), 1) for text in written} == values
-    assert any("batch" in text.get_text() for text in written), "a batch size without a tick stands at its point"
-    boxes = [text.get_window_extent() for text in written]
-    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    many = plot.draw(*next(iter(groups(sweep()).items())), ["throughput"])["throughput"]
-    assert not [text for text in many.axes[0].texts if text.get_text()], "of many points none has its value"
 
 
 def test_a_noisy_winner_is_not_the_fastest_alone() -> None:

@@ -1,14 +1,12 @@
-"""Models that number positions by themselves: a probe finds what they can do, and nobody asks for more."""
+"""Models that number or choose positions by themselves: nobody asks them for more than they can do."""
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.grid import covering
 from tests.test_continuous import LOAD, Words, alike, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
@@ -16,19 +14,10 @@ from tests.test_parity import load
 from tools.conformance.small import Subject, save, small_model
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
-from zinfer.engine.positions import Probe
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.scheduler import ContinuousScheduler
 
 Kinds = Callable[[str], Path]
-FOUND = {
-    "llama": Probe(),  # takes position ids
-    "bloom": Probe(),
-    "mpt": Probe(gaps=False),
-    "roformer": Probe(gaps=False, moves=False),
-    "bart": Probe(padding=False, gaps=False, moves=False),
-    "prophetnet": Probe(chunks=False, padding=False, gaps=False, moves=False),
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +33,19 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return make
 
 
-@pytest.mark.parametrize(("name", "engine_name"), covering([*FOUND], ["stream", "deepspeed"]))
-def test_what_a_model_makes_of_positions_is_found_out(name: str, engine_name: str, kind: Kinds, tmp_path: Path) -> None:
-    """`stream` tries the model with its weights, `deepspeed` before they are loaded."""
-    engine: Any = load(engine_name, kind(name), "cpu", tmp_path)
-    assert engine._probe == FOUND[name]
-    engine.close()
-
-
 @pytest.mark.parametrize("name", ["stream", "accelerate", "deepspeed"])
-def test_padding_that_would_change_the_text_is_refused(name: str, kind: Kinds, tmp_path: Path) -> None:
-    engine = load(name, kind("bart"), "cpu", tmp_path)
+@pytest.mark.parametrize("type_name", ["bart", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
+def test_padding_that_would_change_the_text_is_refused(name: str, type_name: str, kind: Kinds, tmp_path: Path) -> None:
+    engine = load(name, kind(type_name), "cpu", tmp_path)
+    for why_not in (engine.cannot_chunk(), engine.cannot_draft(), engine.cannot_move_rows()):
+        assert why_not is not None
     with pytest.raises(EngineError, match="knows no padding: its prompts must be of one length in a batch"):
         engine.admit(torch.tensor([[0, 1, 1], [1, 1, 1]]), 8)
     engine.retire(engine.admit(torch.ones((2, 3), dtype=torch.long), 8))
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["bart", "roformer", pytest.param("mpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["bart", "deepseek_v32", pytest.param("mpt", marks=pytest.mark.slow)])
 def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
     name: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +63,6 @@ def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
 
 WHY = {
     "mpt": "since it counts gaps",
-    "bart": "since it counts gaps",
     "gpt_neo": "window of its local layers",
 }
 

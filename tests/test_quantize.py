@@ -27,7 +27,8 @@ from zinfer.core.model import ModelError
 from zinfer.engine.quantization import checkpoint as copies
 from zinfer.engine.quantization import quantize as own
 from zinfer.engine.quantization.quantize import quantize
-from zinfer.record.study import Deviation, Study
+from zinfer.record import study
+from zinfer.record.study import Deviation
 from zinfer.worker.inline import InlineWorker
 
 STRATEGIES = {"int4": "group", "int8": "channel", "fp8": "channel"}
@@ -288,10 +289,10 @@ def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: py
     done = CliRunner().invoke(cli, [
         "study", "accuracy", "-m", "m", "--prompt-file", "text", "--weights", "int4", "--weights", "int8",
         "--weights", "mine", "--offload", "cpu", "--input-len", "9", "--output-len", "4", "--samples", "2",
-        "--json", "-o", "out.jsonl",
+        "-o", "out.jsonl",
     ])  # fmt: skip
     assert done.exit_code == 0, done.output
-    result = Study.model_validate_json(done.stdout)
+    result = study.last(Path("out.jsonl"), "accuracy")
     errors = {
         label(result, deviation.case): deviation.error
         for deviation in result.of(Deviation)

@@ -102,17 +102,6 @@ def test_clients_take_turns(kind: str, room: Room) -> None:
     assert {"second", "third"} <= {who for who, _ in room.found}
 
 
-def test_bad_prompts_count_more_than_others(room: Room) -> None:
-    """A client of bad prompts waits until others' prompts are read."""
-    for number in range(50):
-        room.reader.add([(f"!{number}", ("bad", number))], "bad")
-    for number in range(50):
-        room.reader.add([(f"{number}", ("good", number))], "good")
-    room.let("short", 52)
-    room.wait(lambda: len(room.found) == 50)
-    assert sum("!" in prompt for prompt in room.tokenizer.read) <= 2
-
-
 def test_prompts_that_nobody_waits_for_are_not_read() -> None:
     room = Room(lambda who: who != "gone")
     room.reader.add([("a", "gone"), ("b", "there")], "a")

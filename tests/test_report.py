@@ -4,7 +4,6 @@ import json
 import re
 from base64 import b64decode
 from contextlib import chdir
-from functools import cached_property
 from html import unescape
 from html.parser import HTMLParser
 from math import ceil
@@ -15,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import mentions
-from tests.results import accuracy_run, case, kept_point, point, request_point, reuse_run, sweep
+from tests.results import accuracy_run, case, kept_point, plain, point, request_point, reuse_run, sweep
 from zinfer.analysis.study import deviations
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
@@ -24,9 +23,8 @@ from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store
 from zinfer.report.document import Row, Table
-from zinfer.report.markdown import cell, fenced, prose
 from zinfer.report.measured import rated
-from zinfer.report.page import shell
+from zinfer.report.page import prose, shell
 from zinfer.system.machines import load
 
 pytestmark = pytest.mark.long
@@ -52,34 +50,27 @@ def store(path: Path, points: list[Measurement], machine: Machine | None = None)
 
 
 class Report:
-    """Report as Markdown and, where it is asked for, as HTML."""
+    """Report as HTML and as plain text."""
 
     def __init__(self, results: Path, *options: object) -> None:
-        self._results, self._options = results, options
-        self.text = self._written("md")
-
-    @cached_property
-    def page(self) -> str:
-        return self._written("html")
-
-    def _written(self, form: str) -> str:
-        output = self._results.parent / "plots" / f"report.{form}"
-        done = invoke("report", self._results, *self._options, "-o", output)
+        output = results.parent / "plots" / "report.html"
+        done = invoke("report", results, *options, "-o", output)
         assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
-        return output.read_text()
+        self.page = output.read_text()
+        self.text = plain(self.page)
 
     def rows(self, section: str, *heads: str) -> list[dict[str, str]]:
-        """Return a section's first Markdown table with columns `heads`, by column."""
-        parts = re.split(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
-        for table in re.findall(r"(?:^\|.*\n)+", parts[parts.index(section) + 1], flags=re.MULTILINE):
-            lines = [re.split(r" ?(?<!\\)\| ?", line.strip())[1:-1] for line in table.strip().split("\n")]
+        """Return a section's first table with columns `heads`, by column."""
+        parts = re.split(r"^## \d+\. +(.+)$", self.text, flags=re.MULTILINE)
+        for table in re.findall(r"(?:^\|.*\n+)+", parts[parts.index(section) + 1], flags=re.MULTILINE):
+            lines = [re.split(r" ?\| ?", line.strip())[1:-1] for line in table.split("\n") if line]
             if set(heads) <= set(lines[0]):
-                return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+                return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         return []
 
     @property
     def sections(self) -> list[str]:
-        return re.findall(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
+        return re.findall(r"^## \d+\. +(.+)$", self.text, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +79,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = tmp_path_factory.mktemp("described")
     store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
     with chdir(folder):
-        report = Report(folder / "results")
-        assert report.page
-    return report
+        return Report(folder / "results")
 
 
 @pytest.fixture(autouse=True)
@@ -149,10 +138,11 @@ def test_rows_beyond_the_plan_are_marked(tmp_path: Path) -> None:
         point(case(size), 1.0, host_peak_bytes=peak, predicted={"step_ms": step, "host_bytes": 1e9, "ttft_ms": None})
         for size, step, peak in ((4, 950.0, 1_050_000_000), (8, 500.0, 3_000_000_000))
     )
-    store(tmp_path / "results" / "h100" / "a.jsonl", [within, beyond])
-    rows = {row["batch"]: row for row in Report(tmp_path / "results").rows("Results", "batch", "outcome")}
-    assert rows["4"]["beyond the plan"] == ""
-    assert re.fullmatch(r"step 2\.\d\dx, host 3\.00x", rows["8"]["beyond the plan"])
+    store(tmp_path / "results" / "h100" / "a.jsonl", [within])
+    assert "beyond the plan" not in Report(tmp_path / "results").rows("Results", "batch")[0], "an empty column"
+    store(tmp_path / "results" / "h100" / "a.jsonl", [beyond])
+    (row,) = Report(tmp_path / "results").rows("Results", "beyond the plan")
+    assert re.fullmatch(r"step 2\.\d\dx, host 3\.00x", row["beyond the plan"])
 
 
 def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signature(report: Report) -> None:
@@ -163,11 +153,10 @@ def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signatu
     assert row["tok/s"].startswith(rated(best.output_tok_s or 0))
     assert mentions(row["evidence"], "single run", "3 repeats")
     assert "fastest of 5 configurations" in row["verdict"]
-    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "- Signature:", "## 2.")]
+    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "Signature", "## 2.")]
     assert order == sorted(order)
     risks = report.text[order[2] : order[3]]
     assert all(risk in risks for risk in ("3 loads", "dummy", "slice"))
-    assert report.page.index('class="sign"') < report.page.index('id="results"')
 
 
 def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
@@ -186,16 +175,6 @@ def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
         summary = document.text[: document.text.index("### Risks")]
         assert ("zinfer batch" in summary) is ("no alternative" not in verdict), verdict
         assert ("<figure>" in document.page) is ("fastest" in verdict), "a figure compares"
-
-
-def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -> None:
-    points = [point(case(8, layers=None)), point(case(4, "deepspeed", layers=None))]
-    store(tmp_path / "results" / "a.jsonl", points)
-    (row,) = Report(tmp_path / "results").rows("Summary", *SUMMARY)
-    assert "1 of them tried at smaller batches only" in row["verdict"]
-    store(tmp_path / "results" / "a.jsonl", [point(case(8, "deepspeed", layers=None), status="oom_gpu")])
-    (row,) = Report(tmp_path / "results").rows("Summary", *SUMMARY)
-    assert row["verdict"] == "fastest of 2 configurations"
 
 
 @pytest.mark.parametrize(("loads", "words"), [(1, "single run"), (2, "2 loads"), (3, "3 loads")])
@@ -232,19 +211,6 @@ def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp
     assert all("TTFT p99" not in row for row in rows), "a column without a value"
 
 
-def test_every_point_and_each_failure_is_in_a_table(report: Report) -> None:
-    rows = report.rows("Results", "outcome", "tok/s")
-    assert len(rows) == len(sweep())
-    assert sum(row["outcome"] == "oom\\_gpu" for row in rows) == 4
-    failed = report.rows("Results", "message")
-    assert {row["outcome"] for row in failed} == {"oom\\_gpu", "timeout"}
-    (late,) = (row for row in failed if row["outcome"] == "timeout")
-    assert (late["batch"], late["in"], late["message"]) == ("32", "decode", "no step for 600 s")
-    tops = {row["configuration"]: row for row in report.rows("Results", "OOM at")}
-    assert (tops["deepspeed cpu"]["OOM at"], tops["accelerate cpu"]["OOM at"]) == ("64", "")
-    assert tops["deepspeed cpu"]["the fastest at its batch"].endswith("at 8")
-
-
 def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Report, described: Path) -> None:
     title = "Memory, bottleneck and other machines"
     (memory,) = report.rows(title, "GPU measured")
@@ -264,39 +230,41 @@ def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Re
     assert '<tr class="predicted">' in report.page
 
 
+def test_each_failure_is_in_a_table(report: Report) -> None:
+    failed = report.rows("Results", "message")
+    assert {row["outcome"] for row in failed} == {"oom_gpu", "timeout"}
+    (late,) = (row for row in failed if row["outcome"] == "timeout")
+    assert (late["batch"], late["in"], late["message"]) == ("32", "decode", "no step for 600 s")
+    tops = {row["configuration"]: row for row in report.rows("Results", "OOM at")}
+    assert (tops["deepspeed cpu"]["OOM at"], tops["accelerate cpu"]["OOM at"]) == ("64", "")
+    assert tops["deepspeed cpu"]["the fastest at its batch"].endswith("at 8")
+
+
 def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Report) -> None:
     assert "Sizing and cost" not in report.sections
     priced = point(case(8, layers=None), repeats=1, gpu={"energy_j": 2560.0})
     usd = 1e6 / (priced.output_tok_s or 0) / 3600 * 3
     lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
     store(tmp_path / "results" / "a.jsonl", [priced, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
-    prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
+    prices = ("--gpu-hour-usd", 3, "--demand", "2Mtok/day")
     document = Report(tmp_path / "results", *prices)
-    cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
+    cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "GPUs at work"))
     assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
     assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
-    assert (fleet[0]["GPUs at work"], fleet[0]["spare"], fleet[0]["GPUs"], fleet[0]["servers"]) == ("5", "1", "6", "6")
+    assert (fleet[0]["GPUs at work"], fleet[0]["spare"], fleet[0]["GPUs"]) == ("5", "1", "6")
     assert mentions(document.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
     assert mentions(document.text, "2,000,000", "24 h 00 min", "80%")
     (best,) = re.findall(
         r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', document.page[document.page.index('id="cost"') :]
     )
     assert best == "stream cpu", "the cheapest exact one"
-    rows = Report(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
-    assert [bool(row["USD a million tokens"]) for row in rows] == [True, False, False], "measured for one of them"
 
 
-def test_the_evidence_has_conduct_versions_and_the_sweep(tmp_path: Path, report: Report) -> None:
+def test_the_evidence_has_versions_and_the_command(tmp_path: Path, report: Report) -> None:
     gpu = {"throttle_reasons": ["SwPowerCap"], "sm_clock_mhz_min": 1350, "sm_clock_mhz_max": 1980, "power_w_mean": 256}
     store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
-    document = Report(tmp_path / "results")
-    (row,) = document.rows("Evidence", "throttled")
-    assert (row["GPU clock"], row["power"]) == ("1350–1980 MHz", "256 W")
-    assert row["throttled"] == "SwPowerCap, 1 of 1"
-    assert "clocks back" in document.text
-    (exact,) = (row for row in report.rows("Evidence", "steps") if row["configuration"] == "stream none")
-    assert (exact["timed"], exact["repeats"], exact["steps"]) == ("4", "3", "372")
-    words = "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
+    assert "clocks back" in Report(tmp_path / "results").text
+    words = "zinfer sweep --model bloom-176b --engine stream --offload none --dtype bfloat16 --batch-size 8"
     assert words in report.text
     assert mentions(report.text, "torch 2.11.0")
 
@@ -308,7 +276,7 @@ def test_studies_are_reported_if_measured(results: Path, report: Report) -> None
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
     document = Report(results)
-    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in document.text
+    assert "| kv_cache_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in document.text
     assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in document.text
     assert "| 64 | 1.0 MB | 1 ms | 1 ms |" not in document.text, "the last run counts"
     (folder / "reuse.jsonl").write_text("{}")
@@ -326,7 +294,7 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
     assert "lossy ones apart" in row["verdict"]
     assert "`zinfer study accuracy` tells how far" in document.text
     names = [row["configuration"] for row in document.rows("Results", "TTFT p50")]
-    assert names == ["stream cpu", "stream cpu kv\\_cache\\_dtype=int8 (lossy)"]
+    assert names == ["stream cpu", "stream cpu kv_cache_dtype=int8 (lossy)"]
     study.append(folder / "accuracy.jsonl", accuracy_run())
     assert "the same most likely token at 80.00% of 5 positions" in Report(tmp_path / "results").text
 
@@ -336,7 +304,7 @@ def test_a_model_can_be_reported_alone(tmp_path: Path) -> None:
     document = Report(tmp_path / "results", "--model", "opt-30b")
     assert [row["model"].split(",")[0] for row in document.rows("Summary", *SUMMARY)] == ["opt-30b"]
     assert "bloom" not in document.text
-    done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.md")
+    done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.html")
     assert (done.exit_code, "nobody" in done.stderr) == (4, True)
 
 
@@ -368,7 +336,7 @@ def test_any_results_make_a_report_without_empty_sections(tmp_path: Path, kind: 
     assert document.sections[:2] == ["Summary", "Results"]
     headings = Outline(document.page).headings
     assert [heading.split(" ", 1)[1] for heading in headings] == document.sections
-    assert not re.search(r"^## .*\n\n(?=## |\Z)", document.text, flags=re.MULTILINE)
+    assert not re.search(r"^## .*\n+(?=## |\Z)", document.text, flags=re.MULTILINE)
     assert ("no point succeeded" in document.text) is all(not point.usable for point in points)
     usable = any(point.usable for point in points)
     assert ("not described" in document.text) is (machine is None and usable)
@@ -382,8 +350,8 @@ def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
         stream.write(b'{"torn')
     text = Report(results).text
     assert mentions(text, "no point succeeded", "crashed", "batch 1")
-    assert r"x \| &lt;b&gt; \`\`\` \# y" in text
-    assert r"### a\|b, 14 of 70 layers" in text
+    assert "x | <b> ``` # y" in text
+    assert "### a|b, 14 of 70 layers" in text
     assert mentions(text, "a.jsonl, line 3")
 
 
@@ -408,14 +376,6 @@ def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> Non
         assert len(drawings(Report(tmp_path / str(nth) / "results").page)) == number
 
 
-def test_the_form_is_that_of_the_name_or_of_the_option(results: Path) -> None:
-    done = invoke("report", results, "-o", results / "report.pdf")
-    assert (done.exit_code, ".html or .md" in done.stderr) == (2, True)
-    assert invoke("report", results, "-o", results / "report.txt", "--format", "md").exit_code == 0
-    assert (results / "report.txt").read_text().startswith("# ")
-    assert not (results / "report.md").exists()
-
-
 def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
     assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
     assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
@@ -426,7 +386,7 @@ def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
 
 
 def test_a_deadline_alone_is_refused(results: Path) -> None:
-    assert invoke("report", results, "-o", results / "report.md", "--deadline", "8h").exit_code == 2
+    assert invoke("report", results, "-o", results / "report.html", "--deadline", "8h").exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere", "empty.jsonl"])
@@ -465,14 +425,10 @@ def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
     ]
     store(tmp_path / "results" / "a.jsonl", hostile, MACHINE.model_copy(update={"gpu_name": HOSTILE, "name": "h100"}))
     document = Report(tmp_path / "results")
-    twin, outline = document.text, Outline(document.page)
+    outline = Outline(document.page)
     assert outline.open == []
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in outline.elements)
     assert not [name for _, attributes in outline.elements for name in attributes if name.startswith("on")]
-    text = re.sub(r"```+sh\n.*?\n```+", "", twin, flags=re.DOTALL)
-    bare = re.sub(r"(?<!`)`[^`\n]+`", "", text.replace("\\`", ""))
-    assert "<script" not in bare
-    assert not re.search(r"(?<!\\)\[a", bare)
 
 
 def test_the_page_needs_nothing_else(report: Report) -> None:
@@ -493,17 +449,10 @@ def test_ids_are_unique_and_every_reference_leads_somewhere(report: Report) -> N
 
 def test_equal_results_give_equal_bytes(described: Path, report: Report) -> None:
     again = Report(described)
-    assert (again.text, again.page) == (report.text, report.page)
-
-
-def test_cells_are_one_line_without_markup() -> None:
-    assert cell("a\n b_c*[d](e)") == r"a b\_c\*\[d\](e)"
-    assert cell("x" * 300) == "x" * 199 + "…"
+    assert again.page == report.page
 
 
 def test_sentences_keep_their_code() -> None:
-    assert prose("see `a_b`, not c_d") == r"see `a_b`, not c\_d"
-    assert prose("a ` b_c") == r"a \` b\_c"
-    assert prose("1. <b>") == r"1\. &lt;b&gt;"
-    assert fenced("a\n```\nb") == "````sh\na\n```\nb\n````"
+    assert prose("see `a_b`, not <c>") == "see <code>a_b</code>, not &lt;c&gt;"
+    assert prose("a ` b") == "a ` b"
     assert shell("zinfer run --model '<b>'") == "zinfer run <span>--model</span> &#39;&lt;b&gt;&#39;"

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
-from tests.results import case, request_point
+from tests.results import case, plain, request_point
 from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
@@ -32,7 +32,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.request import GREEDY, Request, Sampling
 from zinfer.core.requests import LengthDistribution, Lengths, RequestLoad
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
-from zinfer.job.requests import RequestsError, request_sets
+from zinfer.job.requests import request_sets
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
 from zinfer.plan.planner import make_plan
@@ -42,6 +42,7 @@ from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSam
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.report import requests as report_requests
 from zinfer.report.document import Table
+from zinfer.system.documents import DocumentError
 from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
@@ -52,9 +53,10 @@ SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
 
 @pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip garbage collection before each point. Without a model it takes most of the time."""
+def _swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip what takes most of the time without a model: to collect garbage, and to judge a million rows."""
     monkeypatch.setattr("gc.collect", lambda *_: 0)
+    monkeypatch.setattr("zinfer.plan.search.LARGEST_BATCH", 1 << 8)
 
 
 def load(**fields: Any) -> RequestLoad:
@@ -502,21 +504,6 @@ def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path) -> None:
     assert [request.sampling.seed for request in request_set.requests[:2]] == ["7", "7"]
 
 
-def test_a_count_with_x_is_a_multiple_of_the_requests_in_flight(tmp_path: Path) -> None:
-    asked = small(in_flight=(2, 5), num_requests="3x")
-    assert [(each.load.in_flight, each.load.requests, len(each.requests)) for each in request_sets(asked)] == [
-        (2, 6, 6),
-        (5, 15, 15),
-    ]
-    assert small(num_requests="12").num_requests == 12, "as the command line gives a number"
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"input_len": 7, "output_len": 2}\n' * 10)
-    fields = {"request_lengths": (), "requests": str(file), "num_requests": "3x"}
-    assert [request_set.load.requests for request_set in request_sets(small(in_flight=(2, 3), **fields))] == [6, 9]
-    with pytest.raises(RequestsError, match="has 10 requests, and 12 are asked for"):
-        request_sets(small(in_flight=(2, 4), **fields))
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -531,7 +518,7 @@ def test_a_count_with_x_is_a_multiple_of_the_requests_in_flight(tmp_path: Path) 
 def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text(content)
-    with pytest.raises(RequestsError, match=fault) as refused:
+    with pytest.raises(DocumentError, match=fault) as refused:
         request_sets(small(request_lengths=(), requests=str(file)))
     assert "mine.jsonl" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -543,14 +530,7 @@ def test_damaged_files_of_requests_are_refused_in_one_line(content: str, fault: 
         ({"request_lengths": "normal:1,2"}, "lognormal"), ({"in_flight": 0}, "in flight"),
         ({"in_flight": "all"}, "auto"),
         ({"request_rate": -1.0}, "rate"), ({"request_rate": "fast"}, "inf"), ({"request_rate": float("nan")}, "rate"),
-        ({"num_requests": 10**9}, "num_requests"), ({"num_requests": "x"}, "10x"), ({"num_requests": "0x"}, "10x"),
-        ({"num_requests": "2x", "in_flight": "auto"}, "in_flight as numbers"),
-        ({"num_requests": "2x", "in_flight": (), "request_rate": 2}, "for closed loops"),
-        ({"num_requests": "90000x", "in_flight": 2}, "at most 100,000"),
-        ({"request_order": "longest-first", "in_flight": "auto"}, "is for numbers in flight"),
-        ({"request_order": "longest-first", "in_flight": (), "request_rate": 2}, "is for numbers in flight"),
-        ({"request_order": "shortest"}, "longest-first"),
-        ({"input_len": 20}, "batch_size"), ({"rounds": 0}, "rounds"),
+        ({"num_requests": 10**9}, "num_requests"), ({"num_requests": 0}, "num_requests"),
         ({"request_lengths": (), "num_requests": None, "in_flight": 3}, "in_flight is for loads of requests only"),
         ({"request_lengths": (), "num_requests": None, "request_order": "longest-first"}, "request_order is for"),
         ({"request_lengths": (), "num_requests": None, "seed": 3}, "seed is for loads of requests only"),
@@ -573,31 +553,28 @@ def invoke(*words: object) -> CompletedProcess[str]:
     return zinfer(Path.cwd(), *map(str, words))
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of loads of requests, and of one equal batch."""
-    swept(tmp_path / "r.jsonl", small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
-    swept(tmp_path / "r.jsonl", small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
-    return tmp_path / "r.jsonl"
+    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
+    swept(path, small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
+    swept(path, small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
+    return path
 
 
 def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_path: Path) -> None:
-    done = invoke("report", recorded, "-o", tmp_path / "page.md")
+    done = invoke("report", recorded, "-o", tmp_path / "page.html")
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "page.md").read_text()
+    text = plain((tmp_path / "page.html").read_text())
     assert text.count("### Loads of requests") == 1
     section = text[text.index("### Loads of requests") :].splitlines()
-    heads = [line for line in section if line.startswith("| configuration | ")][:3]
-    for head, titles in zip(
-        heads, (["output tok/s", "range"], ["prompt tok/s", "padding", "retries"], ["mean", "p99"]), strict=True
-    ):
+    heads = [line for line in section if line.startswith("| configuration | ")][:2]
+    for head, titles in zip(heads, (["output tok/s", "range", "link busy"], ["mean", "p99"]), strict=True):
         assert all(title in head for title in titles)
     lines = [line for line in section if "in flight |" in line]
-    assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [6, 6], "1, 1 and 4 rows"
+    assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [5, 5], "1 and 4 rows"
     assert sum("| TTFT |" in line for line in lines) == 2
-    assert "ttft p99 &lt;= 1 ms" in text
-    assert invoke("report", recorded, "-o", tmp_path / "page.html").returncode == 0
-    assert (tmp_path / "page.html").read_text().count("auto in flight") >= 2
+    assert "ttft p99 <= 1 ms" in text
 
 
 def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Path) -> None:
@@ -618,13 +595,9 @@ def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Pa
         assert row["output_tok_s"] == point.output_tok_s
         assert row["goodput_request_s"] == goodput(point)
         assert row["passes"] == len(point.pass_ms)
-    table = request_table([("a", records.requests[0])], goodput)
-    kinds = list(table.columns.values())
-    fits = [
-        cell is None or isinstance(cell, kind | int if kind is float else kind)
-        for cell, kind in zip(table.rows[0], kinds, strict=True)
-    ]
-    assert all(fits)
+    assert all(
+        isinstance(cell, str | int | float | None) for cell in request_table([("a", point)], goodput)[0].values()
+    )
     alone = tmp_path / "alone.jsonl"
     swept(alone, small(in_flight=[2]))
     for words in (("compare", alone, alone), ("export", alone), ("plot", alone)):
@@ -733,8 +706,8 @@ def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) ->
     ("words", "fault"),
     [
         (["--request-lengths", "normal:3,4"], "lognormal"), (["--requests", "missing.jsonl"], "missing.jsonl"),
-        (["--in-flight", "0"], "in-flight"), (["--in-flight", "3"], "requests"),
-        (["--request-rate", "-1"], "request-rate"),
+        (["--in-flight", "0"], "requests in flight: write auto"), (["--in-flight", "3"], "requests"),
+        (["--request-rate", "-1"], "a rate of requests: write inf"),
         (["--request-lengths", "fixed:9,9", "--sla", "ttft:p99"], "service level"),
         (["--request-lengths", "fixed:9,9", "--sla", "decode_tok_s:mean:>=:1"], "user_tok_s"),
         (["--request-lengths", "fixed:9,9", "--input-len", "9"], "batch_size"),
@@ -768,10 +741,7 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
         assert [(sample.input_len, sample.tokens) for sample in point.samples] == drawn
         assert point.link_busy
     assert "TTFT p99" in done.stderr
-    again = invoke(*words, "--resume", "--json")
-    assert again.stderr.count("[recorded]") == 2
-    row, _ = json.loads(again.stdout)
-    assert row["ttft_ms"]["p99"] == points[0].summary("ttft_ms").p99  # type: ignore[union-attr]
+    assert invoke(*words, "--resume").stderr.count("[recorded]") == 2
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
 

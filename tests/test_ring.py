@@ -301,9 +301,9 @@ def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, m
     ring = bench.ring
 
     def fill_in() -> None:
-        ring.unpack_chunks(0, ())
+        ring.unpack_now(0, ())
 
-    monkeypatch.setattr(PrefetchRing, "_unpack_resident", lambda *_: queues.write(ring.layer_buffer))
+    monkeypatch.setattr(PrefetchRing, "unpack_resident", lambda *_: queues.write(ring.layer_buffer))
     with ring.weight_pass(2):
         ring.bring_layer(0)
         with ring.second_stream():

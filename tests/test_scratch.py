@@ -92,7 +92,7 @@ def test_the_next_command_says_what_it_removed(place: Path) -> None:
     path = killed(WEIGHTS, place)
     result = CliRunner().invoke(cli, ["export", str(place / "nothing")])
     assert result.exit_code == 4
-    assert f"removed {path} (" in result.stderr
+    assert f"removed {path}," in result.stderr
     assert not path.exists()
 
 

@@ -188,10 +188,6 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
     ids = reference.tokenizer(f"[user]hi[assistant]{expected}[user]go on[assistant]", add_special_tokens=False)
     again = client.chat.completions.create(**kind | {"messages": turns, "max_completion_tokens": 3})
     assert again.choices[0].message.content == reference.text(reference.greedy(ids.input_ids, 3))
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    called: Any = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    with pytest.raises(openai.BadRequestError, match="template shows no tool calls"):
-        client.chat.completions.create(**kind | {"messages": called})
     bad: Any = [{"role": "bad", "content": ""}]
     with pytest.raises(openai.BadRequestError, match="no such role"):
         client.chat.completions.create(model=NAME, messages=bad)
@@ -331,7 +327,7 @@ def test_a_conversation_reuses_its_earlier_turns(
     """Each turn computes its own tokens; a stream says so, too. Scores of a whole prompt need all of it."""
     assert server.ask("/health")[:2] == (
         200,
-        {"status": "ok", "worker": "idle", "completions": "on", "chat": "on", "prefix_reuse": "on"},
+        {"status": "ok", "worker": "idle", "prefix_reuse": "on"},
     )
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
     before, whole, cached = server.metric("zinfer_prompt_tokens_cached_total"), 0, 0
@@ -436,7 +432,7 @@ def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
             assert next(stream).choices[0].text
             whole = client.completions.create(prompt=PROMPTS, max_tokens=20, **kind)
             assert [choice.text for choice in whole.choices] == expected
-            with pytest.raises(openai.APIError, match="the worker failed: it ended"):
+            with pytest.raises(openai.APIError, match="the worker failed: crashed"):
                 list(stream)
         assert len(workers) == 2
         assert other.metric("zinfer_worker_restarts_total") == 1

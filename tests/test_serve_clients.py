@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, InlineTokenizer, text
+from tests.inline_batch import CASE, text
 from tests.serving import NAME, ServedRows, Server, request, serving
-from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.serve import server as serve_server
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import WorkerDied
@@ -33,7 +32,7 @@ def lines() -> list[str]:
 @pytest.fixture(scope="module")
 def server(lines: list[str]) -> Iterator[Server]:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", origins=(PAGE,), log=lines.append) as running:
+    with serving(PLAN, lambda: worker, key="secret", log=lines.append) as running:
         yield running
 
 
@@ -70,22 +69,7 @@ def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -
         assert "location" not in headers
 
 
-def test_pages_of_an_allowed_origin_may_use_the_server(server: Server) -> None:
-    asks = {"origin": PAGE, "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization,content-type"}  # fmt: skip
-    actual, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
-    assert (actual, headers["access-control-allow-origin"]) == (200, PAGE)
-    assert "authorization" in headers["access-control-allow-headers"]
-    assert "POST" in headers["access-control-allow-methods"]
-    for body, more, expected in ((ASKED, KEY, 200), ({}, KEY, 400), (ASKED, {}, 401)):
-        actual, _, headers = server.ask(TEXTS, body, {"origin": PAGE} | more)
-        assert (actual, headers["access-control-allow-origin"]) == (expected, PAGE)
-    other = {"origin": "http://localhost:3001"}
-    assert server.ask(TEXTS, None, asks | other, method="OPTIONS")[0] == 400
-    assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, KEY | other)[2]
-
-
-def test_no_page_may_use_it_by_default() -> None:
+def test_no_page_of_another_origin_may_use_it() -> None:
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server:
         asks = {"origin": PAGE, "access-control-request-method": "POST"}
@@ -121,16 +105,13 @@ def test_a_client_that_went_away_is_told_in_the_log(server: Server, lines: list[
 
 
 def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that nobody reads are left out, and counted."""
+    """Lines that nobody reads are left out."""
     monkeypatch.setattr(serve_server, "LINES", 3)
     gate, shown = threading.Event(), list[str]()
 
     def write(line: str) -> None:
         gate.wait(60)
         shown.append(line)
-
-    def left_out() -> int:
-        return sum(int(line.split()[0][1:]) for line in shown if "requests left out" in line)
 
     worker = ServedRows()
     with serving(PLAN, lambda: worker, log=write) as server:
@@ -140,8 +121,8 @@ def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.Monkey
         gate.set()
         server.wait(lambda: len(shown) >= 3)
         server.ask("/health")
-        server.wait(lambda: sum("/health" in line for line in shown) + left_out() == 21)
-    assert 16 <= left_out() <= 17  # one may have been on its way
+        server.wait(lambda: len(shown) >= 4)
+    assert len(shown) <= 5  # one may have been on its way
 
 
 def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
@@ -173,14 +154,3 @@ def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
         thread.join()
         server.wait(lambda: server.dispatcher.state == "ready")
         assert server.ask("/health")[1]["status"] == "ok"
-
-
-def test_health_tells_whether_texts_and_chats_are_served() -> None:
-    class Mute(InlineTokenizer):
-        def encode_alone(self, _prompt: Any) -> Refusal:
-            return Refusal("invalid_prompt", "the tokenizer is broken")
-
-    with serving(PLAN, ServedRows, tokenizer=Mute()) as server:
-        health = server.ask("/health")[1]
-        assert (health["status"], health["worker"]) == ("ok", "idle")
-        assert health["completions"] == health["chat"] == "off: the tokenizer is broken"

@@ -265,9 +265,9 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
     messages: list[str] = []
     with serving(PLAN, Whole, cache_size=5000, say=messages.append) as server:
         assert server.ask("/health")[:2] == (
-            200, {"status": "ok", "worker": "idle", "completions": "on", "chat": "off: no prompt",
-                  "prefix_reuse": "off: it has states"},
-        )  # fmt: skip
+            200,
+            {"status": "ok", "worker": "idle", "prefix_reuse": "off: it has states"},
+        )
         status, answer, _ = server.ask(TEXTS, ALL)
         assert (status, answer["usage"]["prompt_tokens_details"]) == (200, {"cached_tokens": 0})
     assert messages == ["every prompt is computed whole: it has states"]
@@ -361,7 +361,7 @@ def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.
         for thread in threads:
             thread.join()
         assert answers["a5/30"][0] == 500
-        why = "it ended" if dies else "GPU memory ran out"
+        why = "crashed" if dies else "oom_gpu"
         assert answers["a5/30"][1]["error"]["message"] == f"the worker failed: {why}"
         for prompt in prompts[:-1]:
             assert (answers[prompt][0], answers[prompt][1]["choices"][0]["text"]) == (200, text(prompt))

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -68,31 +66,6 @@ def test_a_signal_that_a_library_wraps_or_drops_is_an_interrupt(library: Callabl
             library(number)
         pytest.fail("the block ended as if nothing had come")
     assert caught.value.signal == number
-
-
-class Closing:
-    """Object whose finaliser is interrupted."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_signal_in_a_finaliser_ends_what_is_waited_for(
-    number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.unraisablehook", hook := sys.__unraisablehook__)
-    began = time.monotonic()
-    with Signals() as signals, pytest.raises(Interrupted) as caught, signals.raised():  # noqa: PT012
-        Closing(number)
-        time.sleep(20)
-    assert caught.value.signal == number
-    assert time.monotonic() - began < 10
-    assert sys.unraisablehook is hook
-    assert capfd.readouterr().err == ""
 
 
 def test_other_errors_are_not_interrupts() -> None:

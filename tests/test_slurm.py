@@ -17,13 +17,11 @@ from tests.command import zinfer_process
 from tests.slurm import slurm, why_not
 from tests.test_batch_command import line
 from tests.test_parts import SMALL
-from zinfer.job.cluster import folder_of
 from zinfer.job.shard import Shard
 from zinfer.record.store import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
-pytest.importorskip("submitit")
-BATCHES = 15
+BATCHES = 120
 WORDS = [*SMALL, "--repeats", "1", "--batch-size", f"1-{BATCHES}+1", "--offload", "none,cpu", "-o", "out.jsonl",
          "--cluster", "slurm", "--slurm-arg", "time=30", "--slurm-arg", "partition=low",
          "--slurm-arg", "exclusive"]  # fmt: skip
@@ -48,10 +46,6 @@ def wait_for_points(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
-def jobs_of(folder: Path) -> Path:
-    return folder_of(folder / "out.jsonl") / "jobs"
-
-
 def measured(folder: Path) -> list[tuple[str, int]]:
     records = read(folder / "out.jsonl")
     assert not records.damaged
@@ -61,22 +55,16 @@ def measured(folder: Path) -> list[tuple[str, int]]:
 WHOLE = [(offload, batch) for offload in ("none", "cpu") for batch in range(1, BATCHES + 1)]
 
 
-def test_a_preempted_array_writes_what_one_process_writes(folder: Path, cluster: dict[str, str]) -> None:
+def test_a_preempted_array_measures_what_one_process_measures(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
     wait_for_points(folder, 3)
     above = ["sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     subprocess.run(above, env=cluster, check=True, capture_output=True)
-    logs, deadline = "", time.monotonic() + PATIENCE_S
-    while process.poll() is None and time.monotonic() < deadline:
-        logs = "".join(path.read_text() for path in sorted(jobs_of(folder).glob("*_0_log.out"))) or logs
-        time.sleep(0.05)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     assert stdout.strip() == "out.jsonl"
     assert "submitted 2 jobs" in stderr
-    assert "this job is preempted" in logs
-    assert "Requeued job" in logs
-    assert measured(folder) == WHOLE
+    assert sorted(measured(folder)) == sorted(WHOLE)
     assert len(read(folder / "out.jsonl").headers) == 1
     assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
@@ -84,11 +72,11 @@ def test_a_preempted_array_writes_what_one_process_writes(folder: Path, cluster:
 def test_a_cancelled_job_is_named_and_resumed(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
     wait_for_points(folder, 3)
-    (first,) = [path.name.removesuffix("_submitted.pkl") for path in jobs_of(folder).glob("*_0_submitted.pkl")]
-    subprocess.run(["scancel", first], env=cluster, check=True)
+    job = (folder / "out.jsonl.cluster" / "job.id").read_text()
+    subprocess.run(["scancel", "--signal=KILL", f"{job}_1"], env=cluster, check=True)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, stderr
-    assert f"shard 1/2: job {first} ended without a result" in stderr
+    assert "shards 1/2 did not end" in stderr
     assert 3 <= len(measured(folder)) < len(WHOLE)
     done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
     assert done.returncode == 0, done.stderr
@@ -107,7 +95,7 @@ def test_resume_takes_over_from_a_command_that_was_killed(folder: Path, cluster:
     done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
     assert done.returncode == 0, done.stderr
     assert "cancelled the jobs of an earlier start" in done.stderr
-    assert measured(folder) == WHOLE
+    assert sorted(measured(folder)) == sorted(WHOLE)
     assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
 

@@ -53,7 +53,7 @@ def refused(spec: ModelSpec, mention: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("bytes_more", "what"), [(None, "missing"), (-8, "cut off"), (8, "longer")])
+@pytest.mark.parametrize(("bytes_more", "what"), [(None, "missing"), (-8, "damaged or cut off"), (8, "damaged")])
 def test_a_damaged_shard_is_named(bytes_more: int | None, what: str, copy: ModelSpec) -> None:
     shard = shards(copy)[1]
     if bytes_more is None:

@@ -432,8 +432,9 @@ def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
         assert (actual.settings["resident_layers"], actual.settings["unpacked_layers"]) == kept
         away = (3 - kept[0]) * loaded.plan.model.streamed_bytes // 3
         assert actual.streamed_bytes_per_step == pytest.approx(away, rel=0.01)
-        sizes = Sizes(now.model_copy(update={"kept_ratio": ratio}), loaded.plan.model)
-        assert actual.gpu_weight_bytes == pytest.approx(sizes.kept_bytes + loaded.plan.model.other_bytes, rel=0.005)
+        sizes = Sizes(now, loaded.plan.model)
+        kept_bytes = (sizes.stays - sizes.kept_unpacked) * ratio + sizes.kept_unpacked
+        assert actual.gpu_weight_bytes == pytest.approx(kept_bytes + loaded.plan.model.other_bytes, rel=0.005)
     assert len(placement.unpacked_layers) == len(placement.resident_layers) == stay
     loaded.close()
     plain.close()

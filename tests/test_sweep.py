@@ -44,12 +44,10 @@ def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callab
         answer = Answer("ok" if fine else failure, rate(attempt.batch_size) if fine and attempt.timed else None)
 
 
-@given(
-    st.integers(0, 3000), st.integers(1, 4000), st.integers(2, 5), st.lists(st.integers(1, 64)), st.integers(0, 5000)
-)
-def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int, first: list[int], guess: int) -> None:
+@given(st.integers(0, 3000), st.integers(1, 4000), st.lists(st.integers(1, 64)), st.integers(0, 5000))
+def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, first: list[int], guess: int) -> None:
     first = sorted({1, *first} if first else [])
-    tried = drive(search(limit, factor, first, guess), edge)
+    tried = drive(search(limit, first, guess), edge)
     batches = [attempt.batch_size for attempt in tried]
     assert len(tried) == len(set(tried))
     assert all(1 <= batch <= limit for batch in batches)
@@ -60,14 +58,14 @@ def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int,
 
 
 def test_a_good_guess_of_the_edge_saves_attempts() -> None:
-    near, far = (drive(search(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
+    near, far = (drive(search(1 << 20, (1, 8, 32), guess), 119) for guess in (117, 0))
     assert [attempt.batch_size for attempt in near] == [1, 8, 32, 64, 117, 118, 120, 119, 119]
     assert len(near) < len(far)
     assert [attempt.batch_size for attempt in near if attempt.timed] == [1, 8, 32, 64, 119]
 
 
 def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
-    batches, tried = search(100, 2, (1,), 10), list[Try]()
+    batches, tried = search(100, (1,), 10), list[Try]()
     answer: Answer | None = None
     while True:
         try:
@@ -79,26 +77,13 @@ def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
     assert [attempt.batch_size for attempt in tried if attempt.timed] == [1, 2, 4, 8, 10, 9]
 
 
-@pytest.mark.parametrize("fastest", [1, 40, 132, 144, 200])
-def test_best_finds_the_fastest_batch_which_need_not_be_the_largest(fastest: int) -> None:
-    """Rates rise to the fastest batch and fall behind it; 144 is the largest that runs."""
-
-    def rate(batch: int) -> float:
-        return min(batch, fastest**2 / batch)
-
-    tried = drive(search(1 << 20, 2, (1, 8, 32), 140, refine=True), 144, rate=rate)
-    timed = [attempt.batch_size for attempt in tried if attempt.timed and attempt.batch_size <= 144]
-    assert abs(max(timed, key=rate) - min(fastest, 144)) <= 144 // 32
-    assert len(timed) == len(set(timed)) <= 20
-
-
 @pytest.mark.parametrize("first", [(), (1, 8), (64,)])
 def test_auto_ends_when_two_doublings_gain_under_5_percent(first: tuple[int, ...]) -> None:
     """Rates as of a machine that computes: they rise to 100 at batch 16 and hardly behind it."""
     rates = {size: min(100.0, 6.25 * size) + size / 100 for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    tried = [attempt.batch_size for attempt in drive(search(1 << 20, 2, first), 1 << 20, rate=rates.__getitem__)]
+    tried = [attempt.batch_size for attempt in drive(search(1 << 20, first), 1 << 20, rate=rates.__getitem__)]
     assert tried == {(): [1, 2, 4, 8, 16, 32, 64], (1, 8): [1, 8, 16, 32, 64], (64,): [64, 128, 256]}[first]
-    rising = [attempt.batch_size for attempt in drive(search(1 << 20, 2), 100, rate=lambda size: size**0.04)]
+    rising = [attempt.batch_size for attempt in drive(search(1 << 20), 100, rate=lambda size: size**0.04)]
     assert {64, 128, 100, 101} <= {*rising}, "each two gain 5.7%, up to the edge"
 
 
@@ -173,8 +158,6 @@ def test_listed_stops_at_out_of_memory_and_only_there() -> None:
         ("8-32+8", (8, 16, 24, 32)),
         ("3,1-5*3", (1, 3)),
         ("1,8,auto", "1,8,auto"),
-        ("best", "best"),
-        ("1,8,best", "1,8,best"),
     ],
 )
 def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
@@ -186,7 +169,6 @@ def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
     [
         "",
         "autos",
-        "auto*1",
         "0",
         "a",
         "1-8",
@@ -198,7 +180,7 @@ def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
         "auto,1",
         "1,auto*4",
         "best,1",
-        "best*2",
+        "best",
     ],
 )
 def test_bad_batch_ranges_are_refused(text: str) -> None:
@@ -307,15 +289,17 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_kills_lose_and_double_nothing(tmp_path: Path, kills: int) -> None:
     """SIGKILL at random moments of a sweep that is resumed each time; a point that was reported as stored must be on
     disk."""
-    command = [sys.executable, "-m", "tests.inline", str(tmp_path), "30", str(random.Random(7).randrange(1 << 30))]
+    seed = str(random.Random(7).randrange(1 << 30))
+    command = [sys.executable, "-m", "tests.inline", str(tmp_path), str(kills), seed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    kills, finished, points = map(int, done.stdout.split())
-    assert kills == 30
-    assert finished >= 1
+    killed, finished, points = map(int, done.stdout.split())
+    assert killed == kills
+    assert finished >= kills // 30
     assert points > 20
 
 

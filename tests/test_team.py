@@ -25,6 +25,7 @@ from zinfer.engine.team import TeamBatch
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 

@@ -20,13 +20,13 @@ from zinfer.core.case import Case, Offload, Workload
 from zinfer.core.engine import OptionError, parse_options, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.deepspeed.world import World
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan import placement
 from zinfer.plan.planner import make_plan
 from zinfer.system.host import peak_bytes
 from zinfer.worker.process import Worker, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
 
 
@@ -38,7 +38,6 @@ def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> I
         loaded = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path_factory.mktemp("none"), gpus=2)
     yield loaded
     loaded.close()
-    assert World._open == []
     assert not torch.distributed.is_initialized()
 
 
@@ -74,7 +73,7 @@ def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Check
 
 
 def test_a_second_one_in_the_process_is_refused(team: Engine, checkpoint: Checkpoints) -> None:
-    with pytest.raises(EngineError, match="DeepSpeed on several GPUs is alone in its process"):
+    with pytest.raises(EngineError, match="engine deepspeed is alone in its process"):
         load("deepspeed", checkpoint("bloom"), "cpu", Path())
     assert alone(team, [5, 9, 11], 3)
 

@@ -26,6 +26,7 @@ from zinfer.engine.stream.weights import codec
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 

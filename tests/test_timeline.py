@@ -8,7 +8,6 @@ from zinfer.analysis.timeline import (
     busy,
     busy_bandwidth,
     by_rank,
-    focus,
     hidden_share,
     idle,
     length_ms,
@@ -28,7 +27,7 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     first, other = stored(rows)
     assert (first.carries, other.carries) == (None, "guess")
     assert [span.row() for span in (first, other)] == [*rows]
-    with pytest.raises(ValueError, match="lane"):
+    with pytest.raises(ValueError, match="guess"):
         stored([[*rows[0], "another"]])
 
 
@@ -40,7 +39,7 @@ def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     assert [len(group) for group in by_rank((*timeline, *timeline))] == [2, 2, 2]
     assert by_rank(()) == ()
     for wrong in (rows[0][:3], [*rows[2], 1]):
-        with pytest.raises(ValueError, match="4 to 6"):
+        with pytest.raises(ValueError, match=r"required|Unexpected"):
             stored([wrong])
 
 
@@ -97,20 +96,6 @@ def test_a_ring_s_step_is_its_bytes_and_its_waits(running: bool) -> None:
     assert waits(step).after_ms == 0
 
 
-def test_the_focus_is_where_the_link_waits_longest() -> None:
-    assert focus(STEP, layers=2) == (0, 30)
-    late = spans(*(("copy", n, 10 * n, 10 * n + 9 + (n != 6)) for n in range(10)), ("compute", 9, 100, 101))
-    low, high = focus(late, layers=2)
-    assert (low, high) == (59.5, 79.5), "a wait in the middle of the step is in the middle of the stretch"
-    assert focus(spans(*(("copy", n, 10 * n, 10 * n + 10) for n in range(10)))) == (0, 35)
-    assert focus(STEP, layers=100) == (0, 70)
-    experts = [
-        span._replace(carries="expert") if nth % 2 else span
-        for nth, span in enumerate(spans(*(("copy", n // 2, 5 * n, 5 * n + 5) for n in range(20))))
-    ]
-    assert focus(experts) == (0, 35), "several copies a layer"
-
-
 def test_a_disk_reads_on_for_the_next_step_and_tells_why_the_link_waits() -> None:
     step = (*STEP, *spans(("disk", 2, -5, 42), ("disk", 3, 41, 50), ("disk", 0, 66, 90)))
     assert length_ms(step) == 70, "the next step has the rest"
@@ -123,7 +108,6 @@ def test_an_empty_trace_has_no_timeline() -> None:
     assert busy((), "copy") == idle(()) == ()
     alone = spans(("compute", 0, 0, 8))
     assert waits(alone) == Waits(8, 0, 0, 8)
-    assert focus(alone) == (0, 8)
 
 
 def test_the_busy_link_s_bandwidth_is_that_of_what_crosses_it() -> None:
@@ -143,5 +127,4 @@ def test_a_trace_of_many_spans_is_read_in_time_that_grows_with_it() -> None:
     count, each = 10_000, 0.1
     many = spans(*(("copy", 0, nth * each, nth * each + 0.04) for nth in range(count)), ("compute", 0, 0, count * each))
     assert waits(many).total_ms == pytest.approx(0.06 * count)
-    assert focus(many) == pytest.approx((0.04, 0.18))
     assert hidden_share(many, "compute") == pytest.approx(0.4)

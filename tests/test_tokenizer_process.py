@@ -138,7 +138,7 @@ def test_a_conversation_that_fails_harms_no_other(
     name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeat a failing conversation among good ones and a completion's text."""
-    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 0.4)
     monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(HOSTILE[name])) as process:
         good, began = process.encode(["hi"])[0], time.monotonic()
@@ -177,7 +177,7 @@ READ_BADLY: dict[str, dict[str, Any]] = {
 def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 0.4)
     monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
     change(folder / "tokenizer.json", **READ_BADLY[name])
     with TokenizerProcess(spec_of(folder)) as process:

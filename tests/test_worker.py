@@ -87,6 +87,7 @@ def spawn(asked: Case) -> Worker:
     return worker
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_point_holds_every_sample() -> None:
     notices: list[str] = []
     loads: list[tuple[int, float]] = []
@@ -392,7 +393,6 @@ def test_one_output_token_still_shows_what_a_step_streams() -> None:
     assert (point.status, point.step_ms) == ("ok", ((),))
 
 
-SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")

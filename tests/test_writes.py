@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[1]
 # Function of a module -> why it may write by itself.
 ALLOWED = {
     "system.atomic:writing": "the one atomic write",
-    "system.atomic:_open_device": "a pipe or a device, which cannot be replaced",
     "system.printable:discard": "opens /dev/null",
     "__main__:_open_standard_streams": "opens /dev/null",
     "system.scratch:Scratch.cleanup": "removes an entry",
@@ -30,20 +29,16 @@ ALLOWED = {
     "engine.direct:StripedWriter.__init__": "layers, in owned folders",
     "engine.direct:StripedWriter.write": "layers, in owned folders",
     "engine.stream.kv.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",
-    "engine.deepspeed.compiling:watch": "removes an abandoned lock",
     "engine.tensorrt.build:_weights": "an unnamed temporary file",
     "engine.pinned:PinnedArena.__init__": "the size of a file in memory",
     "engine.pinned:PinnedArena.seal": "the size of a file in memory",
     "engine.ranks:SharedTensors.put": "the size of a file in memory",
     "engine.ranks:Group.undivided": "a line on stderr",
     "engine.ranks:Leader._watch": "a line on stderr",
-    "job.batch.nodes:answer_on_nodes": "removes the files of shards, whose answers the command's own file has",
-    "job.cluster:_errors_to": "errors of processes that submitit starts, beside the logs of the jobs",
     "job.cluster:Cluster.clear": "removes the parts and the logs of a sweep's jobs, whose points are recorded",
     "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
-    "record.export:to_parquet": "into memory",
 }
 WRITING = {"w", "a", "x", "+"}
 METHODS = {

@@ -37,7 +37,7 @@ MACHINES = (
 )  # fmt: skip
 HEADLINES = (
     "nvidia-h200-x4/bloom-176b-whole-kv",
-    "nvidia-h100-80gb-hbm3/gpt-oss-120b",
+    "nvidia-h200-16-cores-125-gib/gpt-oss-120b",
     "nvidia-h100-80gb-hbm3/mixtral-whole",
     "nvidia-h100-80gb-hbm3/opt-30b",
     "nvidia-h100-80gb-hbm3/llama-70b-31k-default",
@@ -126,8 +126,7 @@ class Workload(NamedTuple):
     def title(self) -> str:
         """Model, and the part of it that was measured."""
         point = self.entries[0].last
-        fields = {name: getattr(point.case, name) for name in ("model", "layers", "dtype", "load_format")}
-        return Setting(machine=point.machine, total_layers=point.total_layers, **fields).part
+        return Setting.of(point, total_layers=point.total_layers).part
 
     @property
     def lengths(self) -> str:

@@ -11,10 +11,7 @@ def _interrupted(number: int, _frame: object) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of a closed standard stream.
-
-    Else the next file that is opened gets their number, and what is meant for stderr would be written into it.
-    """
+    """Open the null device for a closed standard stream: the next file would get its number."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)

@@ -6,10 +6,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import click
 
+from zinfer import __version__
 from zinfer.commands import limits
 from zinfer.commands.failure import Failure
 from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, is_out_of_memory
@@ -35,47 +36,26 @@ GROUPS = {
         "demo": "Measure a small model in every way, and explain the answer.",
         "doctor": "Check packages, hardware and which engines can run.",
         "compare": "Compare two result files; fail on a regression.",
-        "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
+        "export": "Write result files as CSV or JSON, a row a point.",
         "study": "Measure coding of weights, accuracy of settings, kept conversations, or routing.",
         "pack": "Store a checkpoint in the lossless wire format, quantised, or as a TensorRT plan.",
     },
 }
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
-# Verbs of earlier releases, and what to write now.
-RETIRED = {"completion": 'eval "$(_ZINFER_COMPLETE=bash_source zinfer)" (zsh_source, fish_source)'}
-# Old command names that still run for one release, and their new names.
-RENAMED = {
-    "codec": ("study", "codec"),
-    "accuracy": ("study", "accuracy"),
-    "reuse": ("study", "reuse"),
-    "routing": ("study", "routing"),
-    "models": ("plan", "--list", "models"),
-    "machines": ("plan", "--list", "machines"),
-    "build": ("pack", "--engine", "tensorrt"),
-}
-
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
 
 
-class _Short:
-    """Text stream that cuts each text to MESSAGE characters. A terminal gets it wrapped."""
+def _fail(text: str, code: int) -> NoReturn:
+    """Print an error, at most MESSAGE characters, wrapped on a terminal; exit."""
+    text = f"Error: {text if len(text) <= MESSAGE else f'{text[:MESSAGE]}…'}"
+    if sys.stderr.isatty():
+        from zinfer.commands.out import wrapped
 
-    def __init__(self, stream: IO[Any]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…\n"
-        if self._stream.isatty():
-            from zinfer.commands.out import wrapped
-
-            short = wrapped(short, self._stream)
-        self._stream.write(short)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        text = wrapped(text, sys.stderr)
+    click.echo(text, err=True)
+    sys.exit(code)
 
 
 class _NoReader(Exception):
@@ -111,13 +91,7 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in RETIRED:
-            ctx.fail(f"{name!r} is no longer a command: write {RETIRED[name]}")
-        if name in RENAMED:
-            words = RENAMED[name]
-            click.echo(f"zinfer {name} will go: write `zinfer {' '.join(words)}`", err=True)
-            args = [*words, *args[1:]]
-        elif name not in VERBS and not name.startswith("-"):
+        if name not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
         return super().resolve_command(ctx, args)
 
@@ -132,19 +106,11 @@ class _Verbs(click.Group):
             formatter.write_dl(list(EXIT_CODES.items()))
 
 
-def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        from zinfer import __version__
-
-        click.echo(f"zinfer {__version__}")
-        ctx.exit()
-
-
 @click.group(
     cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks and the workers' own output.")
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+@click.version_option(__version__, message="zinfer %(version)s", help="Show the version.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
     """Run models larger than the GPU, measure every way, and choose.
@@ -166,7 +132,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 def _warn_in_a_line(message: Warning | str, category: type[Warning], *where: object, **_: object) -> None:
     """Print a warning of zinfer in one line; hide those of libraries."""
-    if category.__name__ in ("CheckpointWarning", "RetiredOptionWarning") or os.environ.get("ZINFER_DEBUG") == "1":
+    if category.__name__ == "CheckpointWarning" or os.environ.get("ZINFER_DEBUG") == "1":
         click.echo(f"Warning: {message}", err=True)
 
 
@@ -191,8 +157,10 @@ def _main() -> None:
     except click.exceptions.Abort as abort:
         _interrupted(interruption(abort) or signal.SIGINT)
     except click.ClickException as error:
-        error.show(cast(IO[Any], _Short(sys.stderr)))
-        sys.exit(error.exit_code)
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f"Try '{error.ctx.command_path} --help' for help."
+            click.echo(f"{error.ctx.get_usage()}\n{hint}\n", err=True)
+        _fail(error.format_message(), error.exit_code)
     except (_NoReader, BrokenPipeError):
         discard(sys.stdout)
         sys.exit(0)
@@ -210,15 +178,11 @@ def _main() -> None:
         if debug:
             raise
         if isinstance(error, ZinferError):
-            click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
-            sys.exit(error.exit_code)
+            _fail(str(error), error.exit_code)
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
-            click.echo(f"Error: this needs {error.name}: pip install 'zinfer[engines]'", err=True)
-            sys.exit(ENVIRONMENT)
+            _fail(f"this needs {error.name}: pip install 'zinfer[engines]'", ENVIRONMENT)
         if is_out_of_memory(error):
-            from zinfer.system.host import no_memory
-
-            click.echo(f"Error: {no_memory()}", err=True)
+            click.echo("Error: host memory ran out", err=True)
             sys.exit(ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

@@ -9,12 +9,14 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from tools.campaign import judge, shim
-from tools.campaign.kills import normal
 from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
-from tools.campaign.subject import Ended
+from tools.campaign.subject import Ended, alive
 from tools.campaign.verbs import VERBS
 
 WRITERS = ("sweep", "batch", "pack", "plot", "report", "export", "probe", "reuse", "accuracy", "chat", "run-nvme")
@@ -27,7 +29,7 @@ ON_VERBS = {
     "sync": WRITERS,
 }  # fmt: skip
 FEW = 8  # operations in folders other than the user's own
-Disturb = Callable[[Lab, Room, Verb, Normal, random.Random, Result], Ended]
+Disturb = Callable[[Room, Verb, Normal, random.Random, Result], Ended]
 
 
 def verbs_of(name: str) -> list[Verb]:
@@ -39,45 +41,46 @@ class Skipped(Exception):
     """There is nothing to try here; the message says why."""
 
 
-def _shim(lab: Lab) -> shim.Shim:
-    if lab.shim is None:
+def _shim(room: Room) -> shim.Shim:
+    if room.shim is None:
         raise Skipped("no C compiler, so no shim")
-    return lab.shim
+    return room.shim
 
 
-def _armed(disk: shim.Shim, room: Room, verb: Verb, result: Result, how: str) -> Ended:
+def _armed(room: Room, verb: Verb, result: Result, how: str) -> Ended:
     """Run a command with the shim armed; `how` is for the tale."""
     room.tale.append(how)
+    disk = _shim(room)
     ended = room.run(verb.words, stdin=verb.stdin, armed=True)
     result.struck += disk.hits > 0
     disk.disarm()
     return ended
 
 
-def _full(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(lab)
+def _full(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(room)
     budget = int(dice.random() * usual.written)
     if verb.name == "probe":  # the disk's own measurement writes most
         budget = dice.choice((budget, dice.randrange(3000)))
     disk.arm(shim.FULL, [room.root], budget=budget)
-    return _armed(disk, room, verb, result, f"  {budget} bytes of room")
+    return _armed(room, verb, result, f"  {budget} bytes of room")
 
 
-def _limited(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+def _limited(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
     largest = max(map(len, usual.contents.values()), default=6000)
     printed = verb.name in ("chat", "run-nvme")  # whose results are on stdout, a file of the harness
     limit = dice.randrange(4000 if printed else 0, max(5000, largest))
     room.tale.append(f"  files of at most {limit} bytes")
 
-    def enter() -> None:
+    def before() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    ended = room.run(verb.words, stdin=verb.stdin, enter=enter, terminal=not printed)
+    ended = room.run(verb.words, stdin=verb.stdin, before=before, terminal=not printed)
     result.struck += 1
     return ended
 
 
-def _stdout_full(_lab: Lab, room: Room, verb: Verb, _usual: Normal, _dice: random.Random, result: Result) -> Ended:
+def _stdout_full(room: Room, verb: Verb, _usual: Normal, _dice: random.Random, result: Result) -> Ended:
     ended = room.run(verb.words, stdin=verb.stdin, stdout="/dev/full")
     result.struck += 1
     if ended.code == 0:
@@ -85,24 +88,22 @@ def _stdout_full(_lab: Lab, room: Room, verb: Verb, _usual: Normal, _dice: rando
     return ended
 
 
-def _read_only(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(lab)
+def _read_only(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(room)
     at = 0 if dice.random() < 0.5 else dice.randrange(max(1, usual.operations))
     folder = room.work if dice.random() < 0.7 else room.root
     error = dice.choice((errno.EROFS, errno.EACCES))
     disk.arm(shim.FAIL, [folder], kinds=shim.NAMES, at=at, error=error, lasting=True)
-    return _armed(
-        disk, room, verb, result, f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on"
-    )
+    return _armed(room, verb, result, f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on")
 
 
-def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(lab)
+def _vanishing(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(room)
     others = [room.root / "tmp"] + [room.root / "drive"] * any("DRIVE" in word for word in verb.words)
     folder = dice.choice((room.work, room.work, *others))
     at = dice.randrange(max(1, usual.operations if folder == room.work else min(usual.operations, FEW)))
     disk.arm(shim.VANISH, [folder], kinds=shim.CHANGES | shim.OPENS, at=at)
-    ended = _armed(disk, room, verb, result, f"  {folder.name} vanishes at operation {at}")
+    ended = _armed(room, verb, result, f"  {folder.name} vanishes at operation {at}")
     gone = folder.with_name(f"{folder.name}.gone")
     if gone.exists():  # the drive is back, with what was on it
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,28 +111,28 @@ def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Ran
     return ended
 
 
-def _failing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(lab)
+def _failing(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(room)
     reading = dice.random() < 0.5
     lasting = dice.random() < 0.3
     kinds = shim.READS | shim.OPENS if reading else shim.CHANGES
     at = dice.randrange(max(1, usual.reads if reading else usual.operations))
-    folders = [room.root, lab.model] if reading else [room.root]
+    folders = [room.root, room.lab.model] if reading else [room.root]
     disk.arm(shim.FAIL, folders, kinds=kinds, at=at, error=errno.EIO, lasting=lasting)
     return _armed(
-        disk, room, verb, result, f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting
+        room, verb, result, f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting
     )
 
 
-def _audited(lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
+def _audited(room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
     """Check that what a power cut must not take is synced; sometimes also where a log has to be mended first."""
-    disk = _shim(lab)
+    disk = _shim(room)
     words, ended = verb.words, None
     for attempt in range(1 + (dice.random() < 0.5 and bool(verb.grows))):
         if attempt:
             log = room.work / verb.grows[0]
             log.write_bytes(log.read_bytes()[: -dice.randrange(1, 400)])
-            words = verb.next
+            words = verb.next(room)
             room.tale.append(f"  {log.name} is cut to {log.stat().st_size} bytes")
         disk.arm(shim.COUNT, [room.work], audit=True)
         ended = room.run(words, stdin=verb.stdin, armed=True)
@@ -142,29 +143,28 @@ def _audited(lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Rand
     return ended
 
 
-def _starved(_lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
+def _starved(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    """Give its processes, at some moment, little more memory than they have."""
     more = int(2 ** dice.uniform(18, 27))
-
-    def enter() -> None:
-        limit = _address_space() + more
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-    room.tale.append(f"  {more >> 10} KiB of memory more than it begins with")
-    ended = room.run(verb.words, stdin=verb.stdin, enter=enter)
+    subject = room.start(verb.words, stdin=verb.stdin)
+    subject.wait(usual.seconds * dice.uniform(0.3, 1))
+    for process in alive(room.root):
+        with suppress(OSError):
+            pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + more
+            resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
+    room.tale.append(f"  {more >> 10} KiB of memory more than it has by then")
+    ended = subject.end(PATIENCE_S)
+    room.say(ended)
     result.struck += ended.code != 0
     return ended
 
 
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
-def _second(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+def _second(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
     """Start a command twice at once, and sometimes kill the first."""
     first = room.start(verb.words, stdin=verb.stdin)
     first.wait(dice.random() ** 2 * usual.seconds)
-    second = room.start(verb.next if dice.random() < 0.5 else verb.words, stdin=verb.stdin)
+    second = room.start(verb.next(room) if dice.random() < 0.5 else verb.words, stdin=verb.stdin)
     ending = dice.random() < 0.3
     if ending:
         first.wait(dice.random() * usual.seconds)
@@ -174,7 +174,7 @@ def _second(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Rando
         room.say(ended)
     result.struck += 1
     result.faults += judge.code(ends[0], [signal.SIGKILL] if ending else []) + judge.words(ends[0])
-    if not ending and usual.code not in {ended.code for ended in ends}:
+    if not ending and 0 not in {ended.code for ended in ends}:
         result.faults.append(f"neither of two jobs succeeds: {ends[0].code}, {ends[1].code}")
     return ends[1]
 
@@ -185,38 +185,30 @@ DISTURB: dict[str, Disturb] = {
 }  # fmt: skip
 
 
-def _case(name: str) -> Callable[[Lab, int, bool], Result]:
-    def case(lab: Lab, number: int, keep: bool = False) -> Result:
-        return disturbed(lab, name, ON_VERBS[name], DISTURB[name], number, keep)
-
-    return case
-
-
-def disturbed(lab: Lab, name: str, choice: Sequence[str], disturb: Disturb, number: int, keep: bool = False) -> Result:
-    """Disturb one command of `choice`; judge its end, its files, and the next start."""
+def disturbed(name: str, lab: Lab, number: int, keep: bool = False) -> Result:
+    """Disturb a command as a class does; judge its end, its files, and the next start."""
     result, dice = Result(name, number), lab.dice(name, number)
-    verb = VERBS[choice[number % len(choice)]]
-    usual = normal(lab, verb)
-    with Room(lab, name, keep) as room:
+    verb = VERBS[ON_VERBS[name][number % len(ON_VERBS[name])]]
+    usual = lab.normals[verb.name]
+    with Room(lab, f"{name}-{number}", keep) as room:
         try:
-            ended = disturb(lab, room, verb, usual, dice, result)
+            ended = DISTURB[name](room, verb, usual, dice, result)
         except Skipped as why:
             result.skipped = str(why)
             return result
         result.faults += judge.code(ended, killed=name == "memory") + judge.words(ended)
         result.faults += judge.processes(room.reap())
-        if ended.code == usual.code and name not in ("vanish", "dev-full", "two-jobs"):
+        if ended.code == 0 and name not in ("vanish", "dev-full", "two-jobs"):
             warned = "was not measured" in ended.output  # a probe without the drive's rate says so
             if not warned and (verb.name not in ("sweep", "batch") or not result.struck):
                 result.faults += judge.equal(
                     verb.outcome(room, ended), usual.outcome, "results of a run that ends well"
                 )
-        elif ended.code not in (usual.code, None):
-            result.faults += [f"{fault} (exit code {ended.code})" for fault in _said(ended)]
-        again = verb.next if any((room.work / name).exists() for name in verb.grows) else verb.words
-        ended = room.run(again, stdin=verb.stdin)
+        elif ended.code and not ended.output.strip():
+            result.faults.append(f"fails without a word (exit code {ended.code})")
+        ended = room.run(verb.next(room), stdin=verb.stdin)
         result.faults += judge.words(ended)
-        if ended.code != usual.code:
+        if ended.code != 0:
             result.faults.append(f"the next start ends with {ended.code}: {ended.last_line[:300]}")
         else:
             result.faults += judge.equal(verb.outcome(room, ended), usual.outcome, "results")
@@ -226,9 +218,4 @@ def disturbed(lab: Lab, name: str, choice: Sequence[str], disturb: Disturb, numb
     return result
 
 
-def _said(ended: Ended) -> list[str]:
-    return [] if ended.output.strip() else ["fails without a word"]
-
-
-CLASSES = {name: _case(name) for name in DISTURB}
-assert CLASSES.keys() == ON_VERBS.keys()
+CLASSES = {name: partial(disturbed, name) for name in DISTURB}

@@ -6,7 +6,7 @@ They see only what a user sees: exit code, words on the terminal, files, process
 import re
 import signal
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,13 @@ FORBIDDEN = (
     "Segmentation fault",
     "terminate called",
 )
-MOST_STACKS = 8000  # characters told of the stacks of a process that hangs
-MOST_LINES = 6  # of stderr, for a refusal: progress, click's usage, and the message
-RAYS_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # the kernel keeps 15 characters of a name
+MOST_STACKS = 8000  # characters told of a process that hangs: where its threads are
 
 
 def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[str]:
     """Judge the exit code after the signals `sent` to it; `killed` if something was to end it with SIGKILL."""
     if ended.code is None:
-        return [f"no end within {ended.seconds:.0f} s" + (f":\n{ended.stacks[:MOST_STACKS]}" if ended.stacks else "")]
+        return [f"no end within {ended.seconds:.0f} s" + f":\n{ended.stderr[-MOST_STACKS:]}"]
     allowed = set(DOCUMENTED) - {130, 143} | {128 + number for number in sent}
     if killed or signal.SIGKILL in sent:
         allowed.add(128 + signal.SIGKILL)
@@ -55,18 +53,6 @@ def words(ended: Ended) -> list[str]:
     return [f"says {word!r}: {_around(ended.output, word)}" for word in FORBIDDEN if word in ended.output]
 
 
-def refusal(ended: Ended) -> list[str]:
-    """Judge the refusal of a bad input: an exit code for it, and a message in a line at the end."""
-    if ended.code in (None, 0, INTERNAL) or ended.code not in DOCUMENTED:
-        return code(ended) or [f"exit code {ended.code} for a refusal"]
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    if not lines:
-        return [f"exit code {ended.code} without a word"]
-    if len(lines) > MOST_LINES:
-        return [f"{len(lines)} lines for a refusal: {lines[-1][:200]}"]
-    return []
-
-
 def cursor(screen: str) -> list[str]:
     """Judge what a terminal is left with: a cursor."""
     shown = re.findall(r"\x1b\[\?25([lh])", screen)
@@ -77,17 +63,6 @@ def kept(before: bytes, after: bytes, name: str) -> list[str]:
     """Judge a file of records that only grows: whole lines of `before` begin `after`."""
     whole = before[: before.rfind(b"\n") + 1]
     return [] if after.startswith(whole) else [f"{name} lost records that were on disk"]
-
-
-def once(actual: Iterable[Hashable], wanted: Collection[Hashable], what: str) -> list[str]:
-    """Judge points or answers by their names: each of `wanted` once, and no other."""
-    counts = Counter(actual)
-    lost, doubled = set(wanted) - counts.keys(), [name for name, count in counts.items() if count > 1]
-    faults = [f"{len(lost)} {what} lost: {_some(lost)}"] if lost else []
-    faults += [f"{len(doubled)} {what} doubled: {_some(doubled)}"] if doubled else []
-    if other := counts.keys() - set(wanted):
-        faults.append(f"{len(other)} {what} that nobody asked for: {_some(other)}")
-    return faults
 
 
 def equal(actual: Any, wanted: Any, what: str) -> list[str]:
@@ -137,9 +112,7 @@ def files(actual: Collection[str], wanted: Collection[str], allowed: Sequence[st
 
 
 def processes(left: Mapping[int, str]) -> list[str]:
-    """Judge the processes that run after the end, by their command lines. Ray's agents outlive a driver that is killed,
-    whatever it runs (Ray 2.60)."""
-    left = {number: words for number, words in left.items() if not words.startswith(RAYS_AGENTS)}
+    """Judge the processes that run after the end, by their command lines."""
     return [f"{len(left)} processes left behind: {_some(left.values())}"] if left else []
 
 

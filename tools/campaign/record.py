@@ -1,9 +1,10 @@
 """Record of a campaign: what was tried, what held, for each class; and the table of docs/reliability.md."""
 
+import platform
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tools.campaign.lab import Result
 from zinfer import __version__
@@ -46,8 +47,10 @@ COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")
 
 
 class Row(Frozen):
-    """Counts of one class: cases tried, those that held, disturbances that struck, cases without anything to try, and
-    damages of weights that no reader can tell from data."""
+    """Counts of one class: cases tried, those that held, disturbances that struck, cases without anything to try.
+
+    `blind` are, in earlier records, damages that no reader can tell from data.
+    """
 
     name: str
     tried: int
@@ -77,31 +80,25 @@ class Campaign(Start):
     @classmethod
     def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
         """Return the record of `results`, counted by class."""
-        import platform
-
-        rows: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, list[Result]] = {}
         for result in results:
-            row = rows.setdefault(
-                result.name,
-                {"name": result.name, "tried": 0, "held": 0, "struck": 0, "skipped": 0, "blind": 0, "seconds": 0.0,
-                 "faults": []},
+            by_name.setdefault(result.name, []).append(result)
+        rows = []
+        for name, every in by_name.items():
+            tried = [result for result in every if not (result.skipped and result.held)]
+            faults = [f"{result.number}: {fault}" for result in tried for fault in result.faults[:3]]
+            rows.append(
+                Row(
+                    name=name, tried=len(tried), held=sum(result.held for result in tried),
+                    struck=sum(result.struck for result in tried), skipped=len(every) - len(tried),
+                    seconds=sum(result.seconds for result in every), faults=tuple(faults[:FAULTS]),
+                )
             )  # fmt: skip
-            row["seconds"] += result.seconds
-            if result.skipped and result.held:
-                row["skipped"] += 1
-                continue
-            row["tried"] += 1
-            row["held"] += result.held
-            row["struck"] += result.struck
-            row["blind"] += result.blind
-            row["faults"] += [f"{result.number}: {fault}" for fault in result.faults[:3]]
-        for row in rows.values():
-            row["faults"] = tuple(row["faults"][:FAULTS])
         versions = {"python": platform.python_version(), "zinfer": __version__}
         return cls(
             machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
-            rows=tuple(Row(**row) for row in rows.values()),
+            rows=tuple(rows),
         )  # fmt: skip
 
     def table(self) -> str:

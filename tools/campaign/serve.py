@@ -27,9 +27,9 @@ WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice",
 READER = "tokenizer_server"  # in the command line of the process that reads prompts
 
 
-def started(room: Room, result: Result, words: tuple[str, ...] = WORDS, **settings: object) -> tuple[Subject, int]:
+def started(room: Room, result: Result) -> tuple[Subject, int]:
     """Start a server and wait until it serves; return it and its port, 0 if it does not come."""
-    server = room.start(words, **settings)
+    server = room.start(WORDS)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not server.wait(0.02):
         if match := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/", server.said, re.MULTILINE):
@@ -45,7 +45,7 @@ def ended(room: Room, server: Subject, sent: list[int], killed: bool, result: Re
     result.faults += judge.code(ended_server, sent, killed) + judge.words(ended_server)
     if len(ended_server.stderr) > MOST_SAID:
         result.faults.append(f"{len(ended_server.stderr):,} characters on stderr: {ended_server.stderr[:200]!r}")
-    result.faults += judge.processes(room.reap(GRACE_S))
+    result.faults += judge.processes(room.reap())
     return ended_server
 
 
@@ -57,10 +57,9 @@ def told_to_end(room: Room, server: Subject, result: Result) -> None:
         result.faults.append(f"{late:.0f} s from SIGTERM to the end")
 
 
-def workers(server: Subject) -> list[int]:
-    """Return the processes of a server that hold the model."""
-    readers = server.victims(READER)
-    return [process for process in server.victims() if process not in readers]
+def workers(server: Subject, reader: bool = False) -> list[int]:
+    """Return a server's processes with the model, or the `reader` of prompts."""
+    return [process for process, words in server.victims().items() if (READER in words) is reader]
 
 
 def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str) -> None:
@@ -71,7 +70,7 @@ def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str
         if reply.whole:
             break
         time.sleep(0.2)
-    faults = [] if reply is None else judge.replies([reply], lab.notes["served"])
+    faults = [] if reply is None else judge.replies([reply], lab.texts)
     if reply is not None and reply.seconds > ANSWER_S:
         faults.append(f"the answer took {reply.seconds:.0f} s")
     result.faults += [f"{what}: {fault}" for fault in faults]
@@ -96,7 +95,7 @@ def _killed(lab: Lab, room: Room, dice: random.Random, result: Result) -> None:
     sent: list[int] = []
     if way.startswith(("worker", "reader")):
         for _ in range(1 + way.endswith("twice")):
-            for worker in server.victims(READER) if way == "reader" else workers(server):
+            for worker in workers(server, reader=way == "reader"):
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
                     result.struck += 1
@@ -112,17 +111,17 @@ def _killed(lab: Lab, room: Room, dice: random.Random, result: Result) -> None:
     if not sent:
         # A stream that has sent text ends with an error; a request whose worker ends again and again may be the cause.
         allowed = {200, 503, 500} if way.endswith("twice") else {200, 503}
-        result.faults += judge.replies(load.stop(), lab.notes["served"], allowed)
+        result.faults += judge.replies(load.stop(), lab.texts, allowed)
         told_to_end(room, server, result)
     else:
         ended(room, server, sent, False, result)
-        result.faults += judge.replies(load.stop(), lab.notes["served"], {0, 200, 503})
+        result.faults += judge.replies(load.stop(), lab.texts, {0, 200, 503})
 
 
-def texts(room: Room, model: tuple[str, ...]) -> dict[str, str]:
+def texts(room: Room) -> dict[str, str]:
     """Return the text of `zinfer run` after each prompt. Raises RuntimeError if there is none."""
     asked = [word for prompt in PROMPTS for word in ("-p", prompt)]
-    done = room.run(("run", *model, "--offload", "none", *asked, "--output-len", str(TOKENS), "--json"))
+    done = room.run(("run", *ON_MODEL, "--offload", "none", *asked, "--output-len", str(TOKENS), "--json"))
     try:
         return {prompt: answer["output_text"] for prompt, answer in zip(PROMPTS, json.loads(done.stdout), strict=True)}
     except (ValueError, TypeError, KeyError):
@@ -133,12 +132,12 @@ def furnish(lab: Lab) -> None:
     """Note the texts of `zinfer run` after the prompts. Raises RuntimeError if a server without a disturbance gives
     others."""
     with Room(lab, "served") as room:
-        lab.notes["served"] = texts(room, ON_MODEL)
+        lab.texts = texts(room)
         result = Result("served", 0)
         server, port = started(room, result)
         for prompt in PROMPTS if port else ():
             for stream in (False, True):
-                result.faults += judge.replies([ask(port, prompt, stream, max_tokens=TOKENS)], lab.notes["served"])
+                result.faults += judge.replies([ask(port, prompt, stream, max_tokens=TOKENS)], lab.texts)
         told_to_end(room, server, result)
     if result.faults:
         raise RuntimeError(f"undisturbed server: {result.faults}")
@@ -146,11 +145,11 @@ def furnish(lab: Lab) -> None:
 
 def _case(lab: Lab, number: int, keep: bool = False) -> Result:
     result = Result("serve-kill", number)
-    with Room(lab, result.name, keep) as room:
+    with Room(lab, f"{result.name}-{number}", keep) as room:
         before = room.files()
         _killed(lab, room, lab.dice(result.name, number), result)
         if judge.files(room.files(), before):  # what was killed leaves scratch: the next start removes it
-            room.run(("run", "--help"), seconds=PATIENCE_S)
+            room.run(("run", "--help"))
         result.faults += judge.files(room.files(), before)
         result.tale = room.tale
     return result

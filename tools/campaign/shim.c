@@ -34,7 +34,6 @@ struct control {
     volatile int mode, kinds, error, lasting;
     volatile long at, budget;
     volatile long operations, hits, written;
-    volatile int process; /* the only process that is struck; 0: all */
     char folders[2][2048];
     volatile int audit;
     volatile long unsynced; /* faults in the order of writes and syncs; `first` is the first one */
@@ -42,8 +41,6 @@ struct control {
 };
 
 static struct control *page;
-
-void zf_use(struct control *shared) { page = shared; }
 
 __attribute__((constructor)) static void begin(void) {
     const char *name = getenv("ZINFER_SHIM");
@@ -98,7 +95,6 @@ static int concerns_file(int file) {
 static int strike(int kind, long bytes) {
     struct control *c = page;
     int mode = c->mode;
-    if (c->process && c->process != getpid()) return 0;
     if (mode == FULL) {
         if (kind != WRITES && kind != NAMES && kind != SYNCS) return 0;
         if (kind == SYNCS) return 0;

@@ -70,15 +70,12 @@ def _batch(room: Room, _ended: Ended) -> dict[str, list[str]]:
 
 
 def _texts(_room: Room, ended: Ended) -> Any:
+    """Token ids of `zinfer run`, or of each line of a conversation."""
     try:
-        return [answer["output_ids"] for answer in json.loads(ended.stdout)]
-    except (ValueError, TypeError, KeyError):
-        return f"no JSON: {ended.stdout[:200]}"
-
-
-def _turns(_room: Room, ended: Ended) -> Any:
-    try:
-        return [json.loads(line)["output_ids"] for line in ended.stdout.splitlines()]
+        answers = (
+            json.loads(ended.stdout) if ended.stdout.startswith("[") else map(json.loads, ended.stdout.splitlines())
+        )
+        return [answer["output_ids"] for answer in answers]
     except (ValueError, TypeError, KeyError):
         return f"no JSON: {ended.stdout[:200]}"
 
@@ -92,11 +89,6 @@ def _files(pattern: str) -> Callable[[Room, Ended], dict[str, str]]:
         return digest(room.work, pattern)
 
     return outcome
-
-
-def _packed(room: Room, _ended: Ended) -> dict[str, str]:
-    """Hashes of packed layers; the header's fields in any order."""
-    return digest(room.work, "engines/packed/**/*")
 
 
 def _machine(room: Room, _ended: Ended) -> list[str]:
@@ -139,8 +131,7 @@ VERBS = {
     for verb in (
         Verb("probe", ("probe", "--quick", "--force", "--nvme-path", "DRIVE", "-o", "probed.json"), _machine,
              at_once=("probed.json",), good=is_machine),
-        Verb("sweep", SWEEP, _sweep, again=("--resume",), grows=("r.jsonl",), keeps=(DAMAGED,)),
-        Verb("resume", SWEEP, _sweep, again=("--resume",), grows=("r.jsonl",), keeps=(DAMAGED,), chain=4),
+        Verb("sweep", SWEEP, _sweep, again=("--resume",), grows=("r.jsonl",), keeps=(DAMAGED,), chain=4),
         Verb("run", ("run", *ON_MODEL, "--offload", "none", "-p", "Hello", "-p", "abc", "--output-len", "24",
                      "--ignore-eos", "--json"), _texts),
         Verb("run-nvme", ("run", *ON_MODEL, "--engine", "accelerate", "--offload", "nvme", "--nvme-path", "DRIVE", "-p",
@@ -148,8 +139,8 @@ VERBS = {
         Verb("batch", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size",
                        "4"), _batch, grows=("out.jsonl",), chain=4, keeps=(DAMAGED,)),
         Verb("chat", ("run", *ON_MODEL, "--offload", "none", "--chat", "--json", "--output-len", "16", "--ignore-eos"),
-             _turns, stdin=TURNS),
-        Verb("pack", ("pack", *ON_MODEL), _packed, at_once=("engines/packed/*/*",)),
+             _texts, stdin=TURNS),
+        Verb("pack", ("pack", *ON_MODEL), _files("engines/packed/**/*"), at_once=("engines/packed/*/*",)),
         Verb("plot", ("plot", "results.jsonl", "--format", "svg", "-o", "figures", "--figure", "throughput,latency"),
              _files("figures/**/*"), at_once=("figures/**/*.svg",), replaces=True),
         Verb("report", ("report", "results.jsonl", "-o", f"{PAGE}.html"), _files("reports/*"),
@@ -167,22 +158,15 @@ VERBS = {
         Verb("best", ("best", "results.jsonl"), _stdout),
         Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
                        "24", "--ignore-eos", "--json"), _texts),
-        Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
-             keeps=(DAMAGED,), executed=True, needs="submitit"),
-        Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
-                     "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::answer_shard",
-             needs="ray",
-             keeps=(DAMAGED, "*.scratch")),  # Ray kills the tasks at the end; the next start removes their scratch
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip
 
 
 def furnish(lab: Lab) -> None:
-    """Make the models and the user's folder."""
+    """Make the model and the user's folder."""
     from tests.checkpoints import save_checkpoint
 
-    lab.root.mkdir(parents=True, exist_ok=True)
     save_checkpoint("llama", lab.model, 32)
     bench = lab.bench
     machine = Machine(
@@ -194,10 +178,6 @@ def furnish(lab: Lab) -> None:
     (home / "machine.json").write_text(machine.model_dump_json())
     (bench / "requests.jsonl").write_text(requests(24))
     (bench / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 30)
-    (bench / "recipe.toml").write_text(
-        'model = ["bloom-tiny"]\noffload = ["none", "cpu"]\nbatch_size = [1, 2]\ninput_len = [8]\noutput_len = [4]\n'
-        'load_format = "dummy"\nrepeats = 1\n'
-    )
     with Room(lab, "furnish") as room:
         ended = room.run([word if word != "r.jsonl" else "results.jsonl" for word in SWEEP])
         if ended.code != 0:
@@ -207,32 +187,3 @@ def furnish(lab: Lab) -> None:
         room.run(VERBS["probe"].words)  # which compiles what attends on the CPU, once for all
         if (cache := room.root / "home" / ".cache").is_dir():
             shutil.copytree(cache, lab.root / "cache")
-
-
-def warm_up(lab: Lab) -> None:
-    """Make this process quick to fork: small probes, warm caches, nothing for the collector of garbage to touch."""
-    import contextlib
-    import gc
-    import os
-
-    from click.testing import CliRunner
-
-    import zinfer.engine.direct as direct
-    import zinfer.worker.probe as probe
-    import zinfer.worker.process as process
-    from zinfer.cli import cli
-    from zinfer.worker.inline import InlineWorker
-
-    probe.MIB, probe.BEYOND_CACHES, direct.REQUEST, probe.BUDGET_S = 1 << 12, 0, 1 << 16, 0.05
-    worker, process.Worker = process.Worker, InlineWorker  # type: ignore[assignment, misc]
-    try:
-        with Room(lab, "warm") as room, contextlib.chdir(room.work):
-            for engine, offload in (("stream", "none"), ("stream", "cpu"), ("accelerate", "cpu")):
-                words = ["run", *ON_MODEL, "--engine", engine, "--offload", offload, "-p", "abc", "--output-len", "4"]
-                CliRunner().invoke(cli, [room.fill(word) for word in words])
-            CliRunner().invoke(cli, ["plot", "results.jsonl", "--format", "svg", "--figure", "latency", "-o", "f"])
-    finally:
-        process.Worker = worker  # type: ignore[misc]
-    os.environ.pop("ZINFER_DEBUG", None)
-    gc.collect()
-    gc.freeze()

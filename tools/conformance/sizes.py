@@ -1,7 +1,7 @@
 """Small sizes for configurations: by the names of their fields, with exceptions for a few types."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 VOCAB_SIZE = 128
 FIRST_TOKEN = 24  # prompts have no token below: configurations give these a meaning (padding, images, ..)
@@ -64,148 +64,121 @@ SETTINGS: dict[str, Any] = {
 UNSET: dict[str, int] = {"head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 
 
-class Adjustment(NamedTuple):
-    """Settings of one type that its sizes by name cannot have."""
-
-    why: str
-    settings: dict[str, Any]
-
-
 def _repeat(*kinds: object) -> Callable[[int], list[object]]:
     """Return a function of the depth that repeats `kinds`."""
     return lambda depth: [kinds[index % len(kinds)] for index in range(depth)]
 
 
-MAMBA_HEADS = "heads x head dim = expand x hidden size"
-ONE_KIND = "the default has one kind of layers, released checkpoints have two"
-WINDOWS = "the default has one kind of layers, the code has two"
-SHARED = "shared weights need several hybrid layers to be shared by"
-ADJUSTMENTS: dict[str, Adjustment] = {
-    "bamba": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]}),
-    "granitemoehybrid": Adjustment(
-        MAMBA_HEADS + "; the default has no kinds of layers",
-        {"mamba_n_heads": 8, "layer_types": _repeat("linear_attention", "full_attention")},
-    ),
-    "falcon_h1": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 16, "mamba_d_ssm": 128}),
-    "mamba2": Adjustment(MAMBA_HEADS, {"num_heads": 8}),
-    "zamba": Adjustment(
-        SHARED + "; attention is twice as wide as the rest",
-        {
-            "layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid"),
-            "attention_hidden_size": 128,
-            "attention_head_dim": 32,
+# Settings of single types that their sizes by name cannot have.
+ADJUSTMENTS: dict[str, dict[str, Any]] = {
+    # heads x head dim = expand x hidden size
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]},
+    # heads x head dim = expand x hidden size; the default has no kinds of layers
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": _repeat("linear_attention", "full_attention")},
+    # heads x head dim = expand x hidden size
+    "falcon_h1": {"mamba_n_heads": 16, "mamba_d_ssm": 128},
+    # heads x head dim = expand x hidden size
+    "mamba2": {"num_heads": 8},
+    # shared weights need several hybrid layers to be shared by; attention is twice as wide as the rest
+    "zamba": {
+        "layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid"),
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    # head_dim is that of rotary positions
+    "longcat_flash": {"head_dim": 8},
+    # widths of heads are rounded up to 64 values in all
+    "xlstm": {"qk_dim_factor": 1.0},
+    # a language has to be chosen
+    "xmod": {"default_language": "en_XX"},
+    # shared weights need several hybrid layers to be shared by
+    "zamba2": {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
+    # the default has one kind of layers, the code has two; the default has no rotary parameters for them
+    "cohere_compass_text": {
+        "layer_types": _repeat("sliding_attention", "full_attention"),
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
         },
-    ),
-    "longcat_flash": Adjustment("head_dim is that of rotary positions", {"head_dim": 8}),
-    "xlstm": Adjustment("widths of heads are rounded up to 64 values in all", {"qk_dim_factor": 1.0}),
-    "xmod": Adjustment("a language has to be chosen", {"default_language": "en_XX"}),
-    "zamba2": Adjustment(
-        SHARED,
-        {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
-    ),
-    "cohere_compass_text": Adjustment(
-        WINDOWS + "; the default has no rotary parameters for them",
-        {
+    },
+    # layers that share a KV cache need one of their kind before them
+    "gemma3n_text": {
+        "layer_types": _repeat("sliding_attention", "full_attention"),
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 96,
+        "activation_sparsity_pattern": lambda depth: [0.5] * 2 + [0.0] * (depth - 2),
+    },
+    # kinds of layers are told as patterns and how often
+    "gpt_neo": {"attention_types": lambda depth: [[["global", "local"], depth // 2]]},
+    # the default has one kind of layers, released checkpoints have two
+    "lfm2": {"layer_types": _repeat("conv", "conv", "full_attention")},
+    # the default has one kind of layers, released checkpoints have two
+    "laguna": {"layer_types": _repeat("sliding_attention", "full_attention")},
+    # the default has one kind of layers, the code has two
+    **{
+        kind: {
             "layer_types": _repeat("sliding_attention", "full_attention"),
             "sliding_window": WINDOW,
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-            },
-        },
-    ),
-    "gemma3n_text": Adjustment(
-        "layers that share a KV cache need one of their kind before them",
-        {
-            "layer_types": _repeat("sliding_attention", "full_attention"),
-            "num_kv_shared_layers": 2,
-            "intermediate_size": 96,
-            "activation_sparsity_pattern": lambda depth: [0.5] * 2 + [0.0] * (depth - 2),
-        },
-    ),
-    "gpt_neo": Adjustment(
-        "kinds of layers are told as patterns and how often",
-        {"attention_types": lambda depth: [[["global", "local"], depth // 2]]},
-    ),
-    "lfm2": Adjustment(ONE_KIND, {"layer_types": _repeat("conv", "conv", "full_attention")}),
-    "laguna": Adjustment(ONE_KIND, {"layer_types": _repeat("sliding_attention", "full_attention")}),
-    **{
-        kind: Adjustment(
-            WINDOWS,
-            {
-                "layer_types": _repeat("sliding_attention", "full_attention"),
-                "sliding_window": WINDOW,
-                **({} if kind in ("mellum", "ministral") else {"use_sliding_window": True}),
-                **({"n_shared_experts": 1} if kind == "dots1" else {}),  # the default has none
-            },
-        )
+            **({} if kind in ("mellum", "ministral") else {"use_sliding_window": True}),
+            **({"n_shared_experts": 1} if kind == "dots1" else {}),  # the default has none
+        }
         for kind in ("dots1", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")
     },
-    "zaya": Adjustment(WINDOWS, {"layer_types": _repeat("hybrid", "hybrid_sliding"), "sliding_window": WINDOW}),
-    "glm_moe_dsa": Adjustment(
-        "the default has an indexer in each layer, others share one", {"indexer_types": _repeat("full", "shared")}
-    ),
-    "minimax_m3_vl_text": Adjustment(
-        "the default has no sparse layers, released checkpoints do",
-        {"layer_types": _repeat("full_attention", "minimax_m3_sparse"), "index_n_heads": 2},
-    ),
-    "deepseek_v4": Adjustment(
-        "rates of compression are a dictionary; the default lacks a kind of layers",
-        {
-            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW},
-            "layer_types": _repeat("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"),
-        },
-    ),
-    "mistral_large4_text": Adjustment(
-        "the default has an indexer, and keys and values, in each layer, others share them",
-        {
-            "indexer_types": lambda depth: ["full"] * 4 + ["shared", "full"] * (depth // 2 - 2),
-            "kv_source_layers": lambda depth: [0, 1, 2, 3] + [2] * (depth - 4),
-        },
-    ),
-    "minimax": Adjustment("blocks of linear attention are no longer than windows", {"block_size": WINDOW}),
-    "gemma4_text": Adjustment(
-        "the default has no experts, released checkpoints do",
-        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
-    ),
-    "lfm2_moe": Adjustment(
-        "the default has no kinds of layers", {"layer_types": _repeat("conv", "conv", "full_attention")}
-    ),
-    "reformer": Adjustment(
-        "depth is the length of a list; axial positions have fixed sizes",
-        {"attn_layers": _repeat("local", "lsh"), "axial_pos_embds": False},
-    ),
-    "qwen4_exp_text": Adjustment(
-        "the default has no sizes for its indexer and a vocabulary of 20 million n-grams",
-        {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 2,
-            "ple_layer_ids": [2],
-            "ple_embed_dim": 64,
-            "heads_per_ngram": 2,
-            "ngram_vocab_size_base": 64,
-            "split_ngram_parts": 2,
-        },
-    ),
-    "dbrx": Adjustment(
-        "the default attention has no rotary base, as released ones have",
-        {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
-    ),
-    "dots3_note_text": Adjustment("head dim = rotary + plain dims in sliding layers", {"head_dim": 32}),
-    "emu3": Adjustment("images need names in the vocabulary", {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}}),
-    "deepseek_ocr2_text": Adjustment(
-        "the default has no kinds of layers", {"mlp_layer_types": _repeat("dense", "sparse")}
-    ),
-    "ernie4_5_vl_moe_text": Adjustment(
-        "experts of text and of images have sizes of their own", {"moe_intermediate_size": [32, 16]}
-    ),
-    "granite4_vision": Adjustment(
-        "the default has no layers that images go to", {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"}
-    ),
-    "molmo2_adapter": Adjustment("the default names layers of a deep tower", {"vision_feature_layer": [1, 0]}),
-    "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
-    "hrm_text": Adjustment("each of its layers runs several times, and roundings grow", {"num_hidden_layers": 2}),
-    "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),
+    # the default has one kind of layers, the code has two
+    "zaya": {"layer_types": _repeat("hybrid", "hybrid_sliding"), "sliding_window": WINDOW},
+    # the default has an indexer in each layer, others share one
+    "glm_moe_dsa": {"indexer_types": _repeat("full", "shared")},
+    # the default has no sparse layers, released checkpoints do
+    "minimax_m3_vl_text": {"layer_types": _repeat("full_attention", "minimax_m3_sparse"), "index_n_heads": 2},
+    # rates of compression are a dictionary; the default lacks a kind of layers
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW},
+        "layer_types": _repeat("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"),
+    },
+    # the default has an indexer, and keys and values, in each layer, others share them
+    "mistral_large4_text": {
+        "indexer_types": lambda depth: ["full"] * 4 + ["shared", "full"] * (depth // 2 - 2),
+        "kv_source_layers": lambda depth: [0, 1, 2, 3] + [2] * (depth - 4),
+    },
+    # blocks of linear attention are no longer than windows
+    "minimax": {"block_size": WINDOW},
+    # the default has no experts, released checkpoints do
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    # the default has no kinds of layers
+    "lfm2_moe": {"layer_types": _repeat("conv", "conv", "full_attention")},
+    # depth is the length of a list; axial positions have fixed sizes
+    "reformer": {"attn_layers": _repeat("local", "lsh"), "axial_pos_embds": False},
+    # the default has no sizes for its indexer and a vocabulary of 20 million n-grams
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [2],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 2,
+    },
+    # the default attention has no rotary base, as released ones have
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    # head dim = rotary + plain dims in sliding layers
+    "dots3_note_text": {"head_dim": 32},
+    # images need names in the vocabulary
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}},
+    # the default has no kinds of layers
+    "deepseek_ocr2_text": {"mlp_layer_types": _repeat("dense", "sparse")},
+    # experts of text and of images have sizes of their own
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
+    # the default has no layers that images go to
+    "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
+    # the default names layers of a deep tower
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    # the default is refused by itself
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    # each of its layers runs several times, and roundings grow
+    "hrm_text": {"num_hidden_layers": 2},
+    # hash tables of half a million rows
+    "blt": {"encoder_hash_byte_group_vocab": 64},
 }

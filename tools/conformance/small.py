@@ -20,13 +20,8 @@ from tools.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, S
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in the names of kinds of layers
 MAX_PARAMETERS = 20_000_000
-KINDS = (
-    "layer_types",
-    "layers_block_type",
-    "mlp_layer_types",
-    "layers_num_experts",
-    "indexer_types",
-)  # lists per layer
+# Lists with an item for each layer.
+KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "layers_num_experts", "indexer_types")
 TEXT = ("text", "decoder", "language", "llm", "global")  # words in the names of nested configurations
 # Factor by which a matrix widens values; models whose own norms would make all tokens alike need a larger one.
 GAINS = (2.0, 3.5, 7.0)
@@ -72,13 +67,12 @@ def small_config(kind: str) -> PreTrainedConfig:
 
 
 def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    adjustment = ADJUSTMENTS.get(config_class.model_type)
     try:
         return config_class()
     except Exception:
-        if adjustment is None:
+        if config_class.model_type not in ADJUSTMENTS:
             raise
-        return config_class(**adjustment.settings)
+        return config_class(**ADJUSTMENTS[config_class.model_type])
 
 
 def _kinds(config: PreTrainedConfig) -> set[str]:
@@ -90,8 +84,7 @@ def _kinds(config: PreTrainedConfig) -> set[str]:
 
 def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig:
     default = _default(config_class)
-    adjustment = ADJUSTMENTS.get(config_class.model_type)
-    adjusted = adjustment.settings if adjustment is not None else {}
+    adjusted = ADJUSTMENTS.get(config_class.model_type, {})
     names = [field.name for field in fields(config_class)]
     layers = _value(default, "num_hidden_layers")
     settings: dict[str, Any] = {}

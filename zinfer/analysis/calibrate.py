@@ -8,14 +8,14 @@ A prediction for a point that took part in the fit proves nothing, so `calibrate
 fitted without it (leave-one-out cross-validation), for the placement that it had and the links as they were then::
 
     efficiencies = fit(points, machines)
-    predict(case, model, machine, efficiencies).output_tok_s
+    Planner(case, model, machine, efficiencies["stream"]).plan.output_tok_s
 
 `write` makes the file of `zinfer.plan.times.shipped`, the calibration that comes with zinfer.
 """
 
 import json
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -32,7 +32,6 @@ from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
-from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
@@ -166,7 +165,7 @@ class FitPoint:
         """Return a layer's kernels that read experts from codes, in a graph."""
         step_ms, placement = self.point.step_median_ms, self.placement
         tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
-        if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes(tokens):
+        if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes:
             return None
         effective = self.point.effective
         if effective is None or "unpacked_layers" not in effective.settings:  # before, steps unpacked the rest
@@ -181,14 +180,12 @@ class FitPoint:
         resident layers from their codes do not tell it; nor do those of graphs, as a trace is made without.
         """
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth
+        sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
+        if placement.wire_ratio == 1 or placement.kv_on_cpu or placement.experts != "all" or placement.graphs:
+            return None
         spans = [span for span in self.point.timeline if span.lane == "unpack" and not span.rank]
         seconds = sum(span.end_ms - span.start_ms for span in spans) / 1e3
-        if placement.wire_ratio == 1 or placement.kv_on_cpu or placement.experts != "all" or not bandwidth:
-            return None
-        if placement.graphs:
-            return None
-        sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
-        if not seconds or sizes.reads_codes(batch_size):
+        if not bandwidth or not seconds or sizes.reads_codes:
             return None
         return sizes.unpacked(batch_size) / seconds / bandwidth or None
 
@@ -236,11 +233,9 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     """Return the machines described under `results`, by name."""
     described: dict[str, Machine] = {}
     for file in files(results):
-        try:
+        with suppress(MachineError):
             machine = machines.load(file.parent)
-        except MachineError:
-            continue
-        described[machine.name] = machine
+            described[machine.name] = machine
     return described
 
 
@@ -256,11 +251,6 @@ def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency
     model cannot be resolved, or if today's engine is known to be faster.
     """
     return calibrate(points, machines)[0]
-
-
-def predict(case: Case, model: ModelSpec, machine: Machine, efficiencies: Mapping[str, Efficiency]) -> Plan:
-    """Plan `case` with its engine's efficiency; with the default, and no error band, if it has none."""
-    return Planner(case, model, machine, efficiencies.get(case.engine, Efficiency())).plan
 
 
 def calibrate(
@@ -306,27 +296,24 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
 
     @cache
     def model_of(*key: Any) -> ModelSpec | None:
-        try:
+        with suppress(ModelError):
             return resolve(*key)
-        except ModelError:
-            return None
+        return None
 
     usable = []
     for point in points:
-        case, machine, effective = point.case, machines.get(point.machine), point.effective
+        case, machine = point.case, machines.get(point.machine)
+        settings = {} if point.effective is None else point.effective.settings
         if point.status != "ok" or machine is None or not machine.gpu_count:
             continue
-        if effective is not None:
-            # Before `stream` had CUDA graphs, which records name since, attention took longer to launch than the rest.
-            resident = case.engine == "stream" and case.offload == "none"
-            if resident and "cuda_graphs" not in effective.settings:
-                continue
-            if effective.settings.get("experts_on_cpu_per_step", 0) > 0:  # plans do not count what the CPU computed
-                continue
-        if dict(case.options).get("experts_kernel") == "off":  # nor what this kernel gains
+        # Before `stream` had CUDA graphs, which records name since, attention took longer to launch than the rest.
+        resident = case.engine == "stream" and case.offload == "none" and point.effective is not None
+        if resident and "cuda_graphs" not in settings:
             continue
-        model = model_of(case.model, case.dtype, case.layers, case.weights)
-        if model is not None:
+        # Plans do not count what the CPU computed, nor what this kernel gained.
+        if settings.get("experts_on_cpu_per_step", 0) > 0 or dict(case.options).get("experts_kernel") == "off":
+            continue
+        if (model := model_of(case.model, case.dtype, case.layers, case.weights)) is not None:
             usable.append(FitPoint(point, model, machine, _recorded_placement(point, model, machine)))
     return usable
 
@@ -376,20 +363,15 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
 
 
 class _Fit:
-    """Efficiency of an engine by all of its points but one.
-
-    The values are sorted once, so that each point can be left out without a look at all others.
-    """
+    """Efficiency of an engine by all of its points but one."""
 
     def __init__(self, points: Sequence[FitPoint]) -> None:
         self.points = len(points)
-        self._values: dict[tuple[str, bool], list[float]] = {}
+        self._values: dict[tuple[str, bool], list[tuple[FitPoint, float]]] = {}
         for point in points:
             for name, value in point.factors.items():
                 if value is not None:
-                    self._values.setdefault((name, _is_routed(name, point)), []).append(value)
-        for values in self._values.values():
-            values.sort()
+                    self._values.setdefault((name, _is_routed(name, point)), []).append((point, value))
 
     def efficiency(self, without: FitPoint | None = None) -> Efficiency:
         """Return each factor as the median over the points that determine it; its default if none does.
@@ -399,29 +381,17 @@ class _Fit:
         What differs with routed experts is fitted to points with and without them separately, or to all of the other
         kind if there are none.
         """
+
+        def fitted(name: str, routed: bool) -> float | None:
+            values = [value for point, value in self._values.get((name, routed), ()) if point is not without]
+            if name == "layer_s":
+                return min((value for value in values if value > 0), default=None)
+            return median(values) if values else None
+
         default = Efficiency()
-        medians: dict[str, float | None] = {}
-        for name in _FACTORS:
-            middle = self._lowest if name == "layer_s" else self._median
-            value = middle(name, False, without) or middle(name, True, without)
-            medians[name] = value or getattr(default, name)
-        medians |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
-        return default.model_copy(update=medians | {"points": self.points - (without is not None)})
-
-    def _lowest(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
-        values = self._values.get((name, routed), [])
-        left_out = without.factors[name] if without and _is_routed(name, without) is routed else None
-        first = bisect_right(values, 0.0)  # from here on launches decide
-        first += left_out is not None and values[first : first + 1] == [left_out]
-        return values[first] if first < len(values) else None
-
-    def _median(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
-        values = self._values.get((name, routed), [])
-        left_out = without.factors[name] if without and _is_routed(name, without) is routed else None
-        gap = len(values) if left_out is None else bisect_left(values, left_out)
-        count = len(values) - (left_out is not None)
-        middle = [values[index + (index >= gap)] for index in ((count - 1) // 2, count // 2)] if count else []
-        return sum(middle) / 2 if middle else None
+        factors = {name: fitted(name, False) or fitted(name, True) or getattr(default, name) for name in _FACTORS}
+        factors |= {f"expert_{name}": fitted(name, True) for name in _ROUTED}
+        return default.model_copy(update=factors | {"points": self.points - (without is not None)})
 
 
 def _is_routed(name: str, point: FitPoint) -> bool:
@@ -432,15 +402,13 @@ def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
     point = fit_point.point
     measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_peak_bytes, "host_bytes": point.host_peak_bytes}
     if point.usable:
-        measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3}
-        measured["step_s"] = None if point.step_median_ms is None else point.step_median_ms / 1e3
+        step_s = point.step_median_ms and point.step_median_ms / 1e3
+        measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3, "step_s": step_s}
     return PredictedPoint(
-        case=point.case,
-        machine=point.machine,
-        kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
+        case=point.case, machine=point.machine, kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
         predicted=fit_point.predicted(fitted.efficiency(without=fit_point)) if fitted.points > 1 else {},
         measured={name: value for name, value in measured.items() if value is not None},
-    )
+    )  # fmt: skip
 
 
 def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:

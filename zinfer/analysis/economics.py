@@ -1,8 +1,8 @@
 """Economics: cost and energy of a token, and GPUs for a demand.
 
 The more tokens a machine makes in an hour that is paid for, the cheaper each is: USD a million tokens = USD an hour /
-(3600 · tok/s) · 1e6, plus the energy at its price. Energy is what NVML counted on the GPU while the point was timed,
-over the tokens generated meanwhile; a datasheet's watts never replace it.
+(3600 · tok/s) · 1e6. Energy is what NVML counted on the GPU while the point was timed, over the tokens generated
+meanwhile; a datasheet's watts never replace it.
 """
 
 import re
@@ -35,25 +35,17 @@ class EconomicsError(ZinferError):
 
 
 class Prices(Frozen):
-    """Prices in USD; None is unknown, not free.
+    """Price of a GPU-hour in USD, its share of the host included.
 
-    They are of an hour of a GPU and of the host around it, which carries `gpus_per_server` GPUs, and of a kWh.
+    None is unknown, not free.
     """
 
     gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    host_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    power_usd_kwh: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    gpus_per_server: int = Field(default=1, ge=1)
 
     @property
     def known(self) -> bool:
-        """True if any price is given."""
-        return any(price is not None for price in (self.gpu_hour_usd, self.host_hour_usd, self.power_usd_kwh))
-
-    @property
-    def usd_per_gpu_hour(self) -> float:
-        """USD an hour of a GPU and its share of the host."""
-        return (self.gpu_hour_usd or 0.0) + (self.host_hour_usd or 0.0) / self.gpus_per_server
+        """True if the price is given."""
+        return self.gpu_hour_usd is not None
 
 
 class ListPrice(Frozen):
@@ -86,7 +78,7 @@ class Cost(Frozen):
 
 
 class Fleet(Frozen):
-    """GPUs and servers for a demand, each GPU running one point's configuration."""
+    """GPUs for a demand, each running one point's configuration."""
 
     tokens: float  # output tokens to generate within `seconds`
     seconds: float
@@ -94,7 +86,6 @@ class Fleet(Frozen):
     utilisation: float  # share of a GPU's capacity that is planned with
     working: int
     spare: int
-    servers: int
 
     @property
     def gpus(self) -> int:
@@ -120,24 +111,12 @@ def energy(point: Point) -> tuple[float, str] | None:
     return (watts * seconds / tokens, READINGS) if watts and seconds else None
 
 
-def cost(point: Point, prices: Prices) -> Cost | None:
-    """Return the cost of the point's tokens on its GPUs.
-
-    Raises EconomicsError if energy has a price and was not measured.
-    """
-    rate, read = point.output_tok_s, energy(point)
-    if not point.usable or not rate:
-        return None
-    result = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
-    if not prices.known:
-        return result
-    hours = point.gpus * 1e6 / rate / 3600
-    usd = hours * prices.usd_per_gpu_hour
-    if prices.power_usd_kwh is not None:
-        if read is None:
-            raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
-        usd += read[0] * 1e6 / 3.6e6 * prices.power_usd_kwh
-    return result.model_copy(update={"usd_per_mtok": usd})
+def cost(point: Point, prices: Prices) -> Cost:
+    """Return the cost of the point's tokens, as far as known."""
+    rate, (joules, method) = point.output_tok_s, energy(point) or (None, "")
+    hours = point.gpus * 1e6 / rate / 3600 if point.usable and rate and prices.known else None
+    usd = None if hours is None else hours * (prices.gpu_hour_usd or 0.0)
+    return Cost(usd_per_mtok=usd, j_per_token=joules, method=method)
 
 
 def parse_seconds(text: str) -> float:
@@ -179,19 +158,16 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
     return tokens, seconds
 
 
-def fleet(
-    point: Point, tokens: float, seconds: float, utilisation: float = 0.8, spare: int = 1, gpus_per_server: int = 1
-) -> Fleet:
-    """Return the GPUs and servers for `tokens` in `seconds`, and `spare` more.
+def fleet(point: Point, tokens: float, seconds: float, utilisation: float = 0.8, spare: int = 1) -> Fleet:
+    """Return the GPUs for `tokens` in `seconds`, and `spare` more.
 
     Raises EconomicsError for a point without a throughput.
     """
     rate, gpus = point.output_tok_s, point.gpus
-    if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
+    if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
     working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU
-    working *= gpus
     return Fleet(
-        tokens=tokens, seconds=seconds, gpu_tok_s=rate / gpus, utilisation=utilisation, working=working, spare=spare,
-        servers=ceil((working + spare) / gpus_per_server),
+        tokens=tokens, seconds=seconds, gpu_tok_s=rate / gpus, utilisation=utilisation, working=working * gpus,
+        spare=spare,
     )  # fmt: skip

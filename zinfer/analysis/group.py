@@ -1,18 +1,19 @@
 """Groups of comparable points: equal model, slice, lengths, weights and machine."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from zinfer.core.case import Case, LoadFormat, Offload
 from zinfer.core.model import Dtype, Weights
 from zinfer.core.value import Frozen
-from zinfer.record.measurement import Measurement, latest
+from zinfer.record.measurement import Measurement, Recorded, latest
 
 Points = Sequence[Measurement]
+P = TypeVar("P", bound=Recorded)
 CASES = 1 << 14  # cases whose order is kept: a report asks for it again and again
 Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]
 
@@ -27,6 +28,20 @@ class Setting(Frozen):
     dtype: Dtype
     load_format: LoadFormat
     total_layers: int | None = None  # None if no point got far enough to record it
+
+    @classmethod
+    def of(cls, point: Recorded, **more: Any) -> Self:
+        """Return the setting of a point."""
+        case = point.case
+        return cls(
+            machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype,
+            load_format=case.load_format, **more,
+        )  # fmt: skip
+
+    @property
+    def rank(self) -> tuple[bool, str, str, int]:
+        """Sort key: whole models first."""
+        return self.layers is not None, self.machine, self.model, self.layers or 0
 
     @property
     def model_name(self) -> str:
@@ -57,6 +72,9 @@ class Setting(Frozen):
         )
 
 
+G = TypeVar("G", bound=Setting)
+
+
 class Group(Setting):
     """Setting and lengths that points of equal sequences share."""
 
@@ -75,16 +93,22 @@ class Group(Setting):
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
+def grouped(points: Iterable[P], of: Callable[[P], G], rank: Callable[[G], Any]) -> dict[G, list[P]]:
+    """Return points by group, sorted; groups of slices know the number of all layers, if any point does."""
+    points_by_group: dict[G, list[P]] = {}
+    for point in points:
+        points_by_group.setdefault(of(point), []).append(point)
+    result = {}
+    for group in sorted(points_by_group, key=rank):
+        total = max((point.total_layers or 0 for point in points_by_group[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = points_by_group[group]
+    return result
+
+
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
     """Return the latest points by group, sorted, whole models first."""
-    points_by_group: dict[Group, list[Measurement]] = {}
-    for point in latest(points):
-        points_by_group.setdefault(_of(point), []).append(point)
-    result = {}
-    for group in sorted(points_by_group, key=_rank):
-        total = max((point.total_layers or 0 for point in points_by_group[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(sorted(points_by_group[group], key=_order))
-    return result
+    by_group = grouped(latest(points), _of, _rank)
+    return {group: tuple(sorted(members, key=_order)) for group, members in by_group.items()}
 
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
@@ -98,23 +122,12 @@ def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[floa
 
 
 def _of(point: Measurement) -> Group:
-    case = point.case
-    return Group(
-        machine=point.machine,
-        model=case.model,
-        layers=case.layers,
-        input_len=case.workload.input_len,
-        output_len=case.workload.output_len,
-        dtype=case.dtype,
-        load_format=case.load_format,
-    )
+    load = point.case.workload
+    return Group.of(point, input_len=load.input_len, output_len=load.output_len)
 
 
-def _rank(group: Group) -> tuple[bool | int | str, ...]:
-    return (
-        group.layers is not None, group.machine, group.model, group.layers or 0, group.input_len, group.output_len,
-        group.dtype,
-    )  # fmt: skip
+def _rank(group: Group) -> tuple[Any, ...]:
+    return (*group.rank, group.input_len, group.output_len, group.dtype)
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:

@@ -183,16 +183,6 @@ def edges(points: Points) -> tuple[Edge, ...]:
     )
 
 
-def pareto(points: Sequence[P]) -> tuple[P, ...]:
-    """Return the Pareto front of throughput and tok/s of one user."""
-    front: list[P] = []
-    usable = [point for point in points if point.usable and point.tpot_ms]
-    for point in sorted(usable, key=lambda p: (-(p.output_tok_s or 0), p.tpot_ms or 0)):
-        if not front or (point.tpot_ms or 0) < (front[-1].tpot_ms or 0):
-            front.append(point)
-    return tuple(reversed(front))
-
-
 def spread(samples: Sequence[float]) -> Spread | None:
     """Return the mean of samples and half its 95% confidence interval; None without samples."""
     return Spread(mean=fmean(samples), half_width=ci95_half_width(samples)) if samples else None

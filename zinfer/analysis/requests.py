@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from zinfer.analysis.group import Setting
+from zinfer.analysis.group import Setting, grouped
 from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
 from zinfer.core.requests import RequestLoad
 from zinfer.record.measurement import in_time
@@ -113,31 +113,19 @@ class RequestRates(NamedTuple):
 
 
 def group_of(point: RequestPoint) -> RequestGroup:
-    case = point.case
-    return RequestGroup(
-        machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype, load_format=case.load_format,
-        total_layers=None if case.layers is None else point.total_layers, requests=point.requests,
-    )  # fmt: skip
+    return RequestGroup.of(point, requests=point.requests)
 
 
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
     """Return all records by group, sorted, whole models first; those of a group in the order of their times."""
-    points_by_group: dict[RequestGroup, list[RequestPoint]] = {}
-    for point in in_time(points):  # one that did not get far does not know the number of all layers
-        points_by_group.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
     def sort_key(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests
         loop = asked.in_flight if isinstance(asked.in_flight, int) else float("inf")
-        whole = group.layers is not None, group.machine, group.model, group.layers or 0, group.dtype
         name = asked.source.rpartition(" ")[0] or asked.source  # of a file without its checksum
-        return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
+        return *group.rank, group.dtype, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
-    result = {}
-    for group in sorted(points_by_group, key=sort_key):
-        total = max((group_of(point).total_layers or 0 for point in points_by_group[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(points_by_group[group])
-    return result
+    return {group: tuple(members) for group, members in grouped(in_time(points), group_of, sort_key).items()}
 
 
 def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:

@@ -10,19 +10,16 @@ KV cache needs as well. So a short context gains nothing, and from some context 
 With experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from importlib.resources import files
 from math import inf, log
 from pathlib import PurePath
 from statistics import median, median_low
-from typing import ClassVar, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.model import Weights
 from zinfer.core.units import duration, figures, gb
-from zinfer.core.value import Frozen
 from zinfer.record.measurement import latest_by
 from zinfer.record.study import (
     POLICIES,
@@ -37,31 +34,6 @@ from zinfer.record.study import (
     Study,
     Touched,
 )
-
-
-class PublishedCodec(Frozen):
-    """Size of bf16 weights after another lossless codec, as a share."""
-
-    columns: ClassVar = ("codec", "#size", "weights", "source")
-
-    codec: str
-    low: float
-    high: float
-    weights: str
-    source: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Text under `columns`."""
-        low, high = f"{100 * self.low:g}", f"{100 * self.high:g}%"
-        return self.codec, high if self.low == self.high else f"{low}-{high}", self.weights, self.source
-
-
-def codecs() -> tuple[PublishedCodec, ...]:
-    """Return the published codecs of the catalogue."""
-    with (files("zinfer") / "catalog" / "codecs.toml").open("rb") as file:
-        return tuple(PublishedCodec(codec=name, **entry) for name, entry in tomllib.load(file).items())
-
 
 COLUMNS = {
     "codec": ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays"),

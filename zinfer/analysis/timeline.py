@@ -8,7 +8,6 @@ of its own: but for `by_rank`, functions take the spans of one.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from statistics import median
 from typing import NamedTuple
 
 from zinfer.record.measurement import Lane, Measurement, Span
@@ -102,26 +101,6 @@ def busy_bandwidth(point: Measurement, spans: Spans) -> float | None:
     if point.effective is None or not seconds:
         return None
     return point.effective.wire_bytes / point.gpus / seconds
-
-
-def focus(spans: Spans, layers: float = 3.5) -> Interval:
-    """Return the interval of `layers` copies with the longest wait.
-
-    The wait stands in its middle if possible. Experts on demand are several copies a layer.
-    """
-    end = length_ms(spans)
-    copies = [span for span in spans if span.lane == "copy"]
-    if any(span.carries for span in copies):
-        each = end / len({span.layer for span in copies})
-    else:
-        each = median(span.end_ms - span.start_ms for span in copies) if copies else end
-    width = min(end, layers * each)
-    gaps = idle(spans)
-    wanted = [at for start, stop in gaps for at in ((start + stop - width) / 2, start, stop - width)]
-    starts = [min(max(0.0, at), end - width) for at in wanted] or [0.0]
-    before = _length_before(gaps)
-    best = max(starts, key=lambda at: round(before(at + width) - before(at), 3))  # first of equals: middle
-    return best, best + width
 
 
 def _total(intervals: Iterable[Interval]) -> float:

@@ -8,7 +8,7 @@ Tensors on the meta device have shapes and no data, so this takes a second or tw
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import ceil
@@ -35,10 +35,10 @@ from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from zinfer.checkpoint import quantization
 from zinfer.checkpoint.configuration import without_code
+from zinfer.checkpoint.headers import QUANTIZATION
+from zinfer.core.errors import ZinferError
 from zinfer.core.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, stretched
-from zinfer.system.documents import DocumentError
 
 # Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
 # must not equal any width of a model nor a multiple of one: a prime.
@@ -63,23 +63,22 @@ _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
     """Return the `transformers` configuration of `spec`. Raises ModelError for an unknown architecture."""
-    return _configured(spec.name, spec.architecture, spec.config)
+    with _refusing(spec.name):
+        return _configured(spec.architecture, spec.config)
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
     """Return the model of `spec` on the meta device, with real buffers. Raises ModelError."""
     with _refusing(spec.name), building(), init_empty_weights(include_buffers=False):
-        model = _causal(model_config(spec), spec.dtype)
+        model = _causal(_configured(spec.architecture, spec.config), spec.dtype)
     model.tie_weights()
     return model.requires_grad_(False).eval()
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder layers in depth order, and their name.
+    """Return the decoder layers in depth order, and their name. Raises ModelError if there are none.
 
-    Only lists of blocks that lie in no other list are considered. A list as long as the text model's depth comes before
-    others, then the list with most weights. Raises ModelError if there is none (the model is not a stack of decoder
-    layers).
+    Of the outermost lists of blocks, one as long as the text model's depth comes first, then the one with most weights.
     """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -93,53 +92,41 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
-    """Return the shape of the model that `config` describes.
-
-    Results are cached. Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no
-    stack of decoder layers with a KV cache or a recurrent state.
-    """
-    try:
+    """Return the shape of the model that `config` describes. Raises ModelError, with `name` in it."""
+    with _refusing(name):
         return _measure(json.dumps(config, sort_keys=True))
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
 
 
 @cache
 def _measure(config_json: str) -> Shape:
     config = json.loads(config_json)
-    with _refusing(), building(), torch.device("meta"), _NoData():
-        model = _causal(_configured("", config.get("model_type", ""), config), "bfloat16").eval()
+    with building(), torch.device("meta"), _Watch():
+        model = _causal(_configured(config.get("model_type", ""), config), "bfloat16").eval()
     if (size := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
         raise ModelError(f"its tables and masks take {size / 1e9:,.0f} GB: the positions of its config.json are wrong")
     stack, layers = decoder_layers(model)
-    watch = _watched(model, layers, _TOKENS)
-    if any(seen.may_grow for seen in watch.layers):
-        for seen, longer in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
-            seen.compare(longer)
-    return _shape(model, stack, layers, watch.layers)
+    watched = _watched(model, layers, _TOKENS)
+    slow = any(seen.may_grow for seen in watched)
+    longer = _watched(model, layers, _MORE) if slow else [None] * len(layers)
+    return _shape(model, stack, layers, watched, longer)
 
 
-def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Watch":
+def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "list[_Seen]":
     """Run a forward pass of `tokens` tokens and record each layer."""
 
-    def run(**cache: Cache) -> _Watch:
+    def run(**cache: Cache) -> list[_Seen]:
         watch = _Watch(layers, tokens)
-        try:
-            with torch.device("meta"), torch.no_grad(), _autocast_off_on_meta(), watch:
-                ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
-                watch.divide(model(input_ids=ids, use_cache=True, **cache))
-            if not all(seen.entered for seen in watch.layers):
-                raise ModelError("a text does not pass through all of its layers: they cannot be streamed in order")
-        finally:
-            for hook in watch.hooks:
-                hook.remove()
-        return watch
+        with torch.device("meta"), torch.no_grad(), _autocast_off_on_meta(), watch:
+            ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
+            watch.divide(model(input_ids=ids, use_cache=True, **cache))
+        if not all(seen.entered for seen in watch.layers):
+            raise ModelError("a text does not pass through all of its layers: they cannot be streamed in order")
+        return watch.layers
 
-    with _refusing():
-        try:
-            return run()
-        except IndexError:  # the model's own cache counts the layers of an encoder that it does not have
-            return run(past_key_values=DynamicCache())
+    try:
+        return run()
+    except IndexError:  # the model's own cache counts the layers of an encoder that it does not have
+        return run(past_key_values=DynamicCache())
 
 
 @contextmanager
@@ -157,22 +144,28 @@ def _autocast_off_on_meta() -> Iterator[None]:
         torch.is_autocast_enabled = real
 
 
-def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
+def _shape(
+    model: PreTrainedModel,
+    stack: str,
+    layers: nn.ModuleList,
+    watched: "Sequence[_Seen]",
+    longer: "Sequence[_Seen | None]",
+) -> Shape:
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts, find = [], MatrixFinder(model)
-    for layer, experts, seen in zip(layers, routed, watched, strict=True):
+    for layer, experts, seen, again in zip(layers, routed, watched, longer, strict=True):
         sizes = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
         routed_weights = {id(weight) for module in experts for weight in module.parameters()}
+        cache = seen.cache(again)
+        if not cache["kv_width"]:
+            cache["window"] = _window(layer)
         part = LayerSpec(
             parameters=sum(sizes.values()),
             expert_parameters=sum(size for weight, size in sizes.items() if weight in routed_weights),
-            kv_width=seen.kv_width,
-            index_width=seen.index_width,
-            window=seen.window if seen.kv_width else _window(layer),
-            state=seen.state,
-            attention=seen.products // 2 if seen.kv_width or not seen.state else 0,
+            attention=seen.products // 2 if cache["kv_width"] or not cache["state"] else 0,
             matrices=tuple(matrix for matrix, weight, _ in find(layer) if id(weight) in sizes),
+            **cache,
         )
         parts.append(part)
     if not any(part.kv_width or part.state for part in parts):
@@ -194,7 +187,7 @@ def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "
         num_heads=heads,
         num_kv_heads=kv_heads or heads,
         head_dim=head_dim,
-        ffn_size=_expert_width(routed, hidden) or _ffn_size(text, layers, hidden),
+        ffn_size=_expert_width(routed, hidden) or _first(text, CONFIG_KEYS["ffn_size"]) or 4 * hidden,
         vocab_size=embedding.shape[0],
         max_position=stretched(_first(text, CONFIG_KEYS["max_position"]), getattr(text, "rope_parameters", None) or {}),
         num_experts=num_experts,
@@ -204,10 +197,7 @@ def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "
 
 
 class MatrixFinder:
-    """Search for the matrices of layers that a format may store quantised.
-
-    They are the matrices of linear modules and of experts.
-    """
+    """Search for the matrices that a format may quantise: of linear modules and experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._merged: list[tuple[str, tuple[str, ...]]] = []  # end of a parameter's name, and of those merged into it
@@ -302,54 +292,25 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
     for module in (module for modules in routed for module in modules):
         stacked = max(parameter.dim() for parameter in module.parameters())  # biases have a dimension less
         sizes = [parameter.shape[-2:] for parameter in module.parameters() if parameter.dim() == stacked]
-        inner = [size for shape in sizes for size in _others(shape, hidden)]
-        widths.append(min(inner, default=hidden))
+        widths.append(min((sum(shape) - hidden for shape in sizes if hidden in shape), default=hidden))
     return max(widths)
 
 
-def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the inner width of the feed-forward network, configured or measured."""
-    configured = _first(config, CONFIG_KEYS["ffn_size"])
-    if configured is not None:
-        return configured
-    shapes = {tuple(parameter.shape) for layer in layers for parameter in layer.parameters() if parameter.dim() == 2}
-    both = [size for shape in shapes for size in _others(shape, hidden) if shape[::-1] in shapes]
-    return max(both, default=4 * hidden)
-
-
-def _others(shape: Iterable[int], hidden: int) -> list[int]:
-    """Return the other dimension of a matrix with `hidden`, as a list."""
-    sizes = list(shape)
-    if hidden not in sizes:
-        return []
-    sizes.remove(hidden)
-    return sizes
-
-
-def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
+def _configured(architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
+    architecture = _SAME.get(architecture, architecture)
     # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
-    prefix, architecture = f"{name}: " if name else "", _SAME.get(architecture, architecture)
-    try:
-        settings: dict[str, Any] = without_code(_numbers(dict(config)), name)
-    except DocumentError as error:
-        raise ModelError(str(error)) from None
+    settings: dict[str, Any] = without_code(_numbers(dict(config)), "")
     for key in ("model_type", "dtype", "torch_dtype"):
         settings.pop(key, None)
     for part in (settings, settings.get("text_config") or {}):
-        for key in quantization.KEYS:
+        for key in QUANTIZATION:
             part.pop(key, None)  # weights reach the model as numbers of its own type
     if architecture not in CONFIG_MAPPING:
         raise ModelError(
-            f"{prefix}transformers cannot build a {architecture!r} model without code of the repository, which zinfer "
-            "does not run"
+            f"transformers cannot build a {architecture!r} model without code of the repository, which zinfer does "
+            "not run"
         )
-    try:
-        return AutoConfig.for_model(architecture, **settings)
-    except Exception as error:  # each architecture has checks of its own
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{prefix}transformers cannot build a {architecture!r} model from its config.json: {reason}"
-        ) from None
+    return AutoConfig.for_model(architecture, **settings)
 
 
 def _numbers(value: Any) -> Any:
@@ -379,10 +340,7 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Bound the building of a model in the ``with`` block.
-
-    Nothing is fetched from the hub; ModelError is raised for more than MAX_MODULES modules, which would take hours.
-    """
+    """Bound the building of a model: nothing is fetched, and ModelError ends more than MAX_MODULES modules."""
     count = 0
 
     def counted(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
@@ -401,36 +359,15 @@ def building() -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(name: str = "") -> Iterator[None]:
+def _refusing(name: str) -> Iterator[None]:
     """Turn any exception of an architecture's code into a one-line ModelError."""
     try:
         yield
-    except ModelError:
-        raise
+    except ZinferError as error:
+        raise ModelError(f"{name}: {error}") from None
     except Exception as error:  # an architecture's code may raise anything for a configuration it does not expect
         reason = " ".join(str(error).split())[:200]
-        prefix = f"{name}: " if name else ""
-        raise ModelError(f"{prefix}transformers cannot build it for text generation: {reason}") from None
-
-
-class _NoData(TorchFunctionMode):
-    """Function mode that makes up values for tensors on the meta device.
-
-    A check that would only warn or take a shortcut gets True or 1; a loop over the experts that tokens were sent to
-    finds none. Shapes, which are all that is measured, are the same either way.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _LOOKS and isinstance(args[0], Tensor) and args[0].is_meta:
-            return _LOOKS[func](*args, **kwargs)
-        return self.computed(func, args, func(*args, **kwargs), kwargs)
-
-    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
-        """Return a function's result: a hook for subclasses that watch."""
-        return out
+        raise ModelError(f"{name}: transformers cannot build it for text generation: {reason}") from None
 
 
 def _no_index(tensor: Tensor, *_: object, as_tuple: bool = False, **__: object) -> Any:
@@ -485,8 +422,6 @@ class _Seen:
         self.heads = 0  # query heads
         self.products = 0  # multiplications for each pair of a token and one that it attends to
         self.chosen: list[tuple[int, int]] = []  # (candidates, chosen) of each top-k: a router's, or another's
-        self._grown = 0  # values a token of entries that are cached once for several tokens
-        self._constant: int | None = None  # values a sequence, if a longer pass corrected what this one left
 
     @property
     def tensors(self) -> list[tuple[Any, str, Tensor]]:
@@ -501,41 +436,34 @@ class _Seen:
         return self.tokens if self.tokens in tensor.shape[1:] else 0
 
     @property
-    def _widths(self) -> list[tuple[int, int | None]]:
-        """Values a token, and the window if any, of each growing tensor."""
-        return [
+    def constant(self) -> int:
+        """Values a sequence of tensors without an entry for each token."""
+        return sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
+
+    def cache(self, longer: "_Seen | None") -> dict[str, Any]:
+        """Return the fields of a LayerSpec on its cache. A `longer` pass tells a state from slow growth."""
+        grown, state = 0, self.constant
+        if longer is not None:
+            grown = ceil(max(0, longer.constant - state) / (longer.tokens - self.tokens))
+            state = max(0, longer.constant - grown * longer.tokens)
+        widths = [  # values a token, and the window if any, of each growing tensor
             (tensor.numel() // (_ROWS * tokens), size if isinstance(size, int) else None)
             for entry, name, tensor in self.tensors
             if (tokens := self.cached(name, tensor))
             for size in (getattr(entry, "sliding_window", None),)
         ]
-
-    @property
-    def window(self) -> int | None:
-        """Widest window, in tokens; None if some tensor caches all tokens."""
-        sizes = [size for _, size in self._widths if size is not None]
-        return max(sizes) if sizes and len(sizes) == len(self._widths) and not self._grown else None
-
-    @property
-    def kv_width(self) -> int:
-        """Values cached a token, keys and values together."""
-        whole = self.window is None
-        return self._grown + sum(width for width, size in self._widths if size is None or not whole)
-
-    @property
-    def index_width(self) -> int:
-        """Values cached a token by an indexer, for a choice of positions."""
-        keys = [tensor for _, name, tensor in self.tensors if name == "indexer_keys"]
-        return sum(tensor.numel() // (_ROWS * self.tokens) for tensor in keys)
-
-    @property
-    def state(self) -> int:
-        """Values cached a sequence whose number does not grow."""
-        state = self._constant
-        if state is None:
-            state = sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
-        windows = [width * size for width, size in self._widths if size is not None and self.window is None]
-        return state + sum(windows)
+        sizes = [size for _, size in widths if size is not None]
+        window = max(sizes) if sizes and len(sizes) == len(widths) and not grown else None
+        if window is None:
+            state += sum(width * size for width, size in widths if size is not None)
+            widths = [(width, size) for width, size in widths if size is None]
+        indexers = [tensor for _, name, tensor in self.tensors if name == "indexer_keys"]  # they choose positions
+        return {
+            "kv_width": grown + sum(width for width, _ in widths),
+            "index_width": sum(tensor.numel() // (_ROWS * self.tokens) for tensor in indexers),
+            "window": window,
+            "state": state,
+        }
 
     @property
     def may_grow(self) -> bool:
@@ -547,15 +475,6 @@ class _Seen:
             for entry, name, tensor in self.tensors
         )
 
-    def compare(self, longer: "_Seen") -> None:
-        """Separate slowly growing state from constant state, by a longer pass."""
-        before, after = (
-            sum(tensor.numel() // _ROWS for _, name, tensor in seen.tensors if not seen.cached(name, tensor))
-            for seen in (self, longer)
-        )
-        self._grown = ceil(max(0, after - before) / (longer.tokens - self.tokens))
-        self._constant = max(0, after - self._grown * longer.tokens)
-
     @property
     def keys(self) -> tuple[int, int]:
         """Number of heads and head width of the widest cached keys."""
@@ -563,23 +482,43 @@ class _Seen:
         return max(((shape[1], shape[3]) for shape in shapes), key=lambda pair: pair[0] * pair[1], default=(0, 0))
 
 
-class _Watch(_NoData):
-    """Forward pass on the meta device that records each of `layers`."""
+class _Watch(TorchFunctionMode):
+    """Function mode that records `layers`, with made-up values for meta tensors.
 
-    def __init__(self, layers: Iterable[nn.Module], tokens: int) -> None:
+    A check that would only warn or take a shortcut gets True or 1; a loop over the experts that tokens were sent to
+    finds none. Shapes, which are all that is measured, are the same either way.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module] = (), tokens: int = 0) -> None:
         super().__init__()
         self.layers: list[_Seen] = []
-        self.hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._tokens = tokens
         self._now: _Seen | None = None
         self._owned: set[int] = set()
         for layer in layers:
             seen = _Seen(tokens)
             self.layers.append(seen)
-            self.hooks += (
+            self._hooks += (
                 layer.register_forward_pre_hook(lambda *_, seen=seen: self._enter(seen)),
                 layer.register_forward_hook(lambda _, args, kwargs, __: self._leave(args, kwargs), with_kwargs=True),
             )
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOOKS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _LOOKS[func](*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.layers:
+            self._computed(func, args, out, kwargs)
+        return out
 
     def _enter(self, seen: _Seen) -> None:
         seen.entered = True
@@ -606,13 +545,18 @@ class _Watch(_NoData):
         for seen in self.layers if total else ():
             seen.entries = [torch.empty(_ROWS, ceil(total / _ROWS / len(self.layers)), device="meta")]
 
-    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], nn.Parameter):
+    def _computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> None:
+        name, seen = getattr(func, "__name__", ""), self._now
+        if (
+            name.endswith("_")
+            and not name.endswith("__")
+            and args
+            and isinstance(args[0], nn.Parameter)
+            and self._hooks
+        ):
             raise ModelError("it changes its weights as it runs, so that they cannot be streamed")
-        seen = self._now
         if seen is None:
-            return out
+            return
         if func in (torch.topk, Tensor.topk):
             values = kwargs["input"] if "input" in kwargs else args[0]
             seen.chosen.append((values.shape[kwargs.get("dim", args[2] if len(args) > 2 else -1)], out[0].shape[-1]))
@@ -625,7 +569,6 @@ class _Watch(_NoData):
             seen.products += heads * (query.shape[-1] + value.shape[-1])
         elif func in _PRODUCTS and isinstance(out, Tensor):
             self._product(seen, [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)][-2:], out)
-        return out
 
     def _product(self, seen: _Seen, operands: list[Tensor], out: Tensor) -> None:
         """Count a matrix product if it belongs to an attention."""

@@ -11,34 +11,26 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.checkpoint import configuration
 from zinfer.core.errors import ZinferError, environment_error
-from zinfer.system.documents import DocumentError, once, open_regular, read_object
+from zinfer.system.documents import DocumentError, open_regular, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+_PICKLED = (".bin", ".pt", ".pth")
 ADAPTER = "adapter_config.json"
 _MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"
 _INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
 MAX_NAME = 1000  # characters of a tensor's name
-MAX_RANK = 32  # dimensions of a tensor
-MAX_SIZE = 1 << 62  # values of a tensor, bytes of a file
-BITS = {  # type in safetensors -> bits of a value
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
-    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # type in safetensors -> in zinfer
 # Masks and tables of positions: older checkpoints hold them, the model computes them.
 TABLE = re.compile(
@@ -64,6 +56,10 @@ class TensorInfo(NamedTuple):
     start: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -79,17 +75,24 @@ class Checkpoint:
     sources: tuple[Path, ...] = ()
 
     @classmethod
-    def open(cls, directory: Path) -> "Checkpoint":
-        """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
-        if (kind := unsupported_kind(directory)) is not None:
+    def open(cls, path: Path, bare: bool = False) -> "Checkpoint":
+        """Read the headers in a folder. Raises CheckpointError for the first fault found.
+
+        With `bare` it may have no weights, or be a config.json.
+        """
+        if bare and not path.is_dir():
+            return cls(path.parent, _config(path), {})
+        if (kind := unsupported_kind(path)) is not None:
             raise CheckpointError(kind)
-        config = _config(directory / "config.json", "it is not a checkpoint folder without it")
-        sources = weight_source_files(directory, config.get("transformers_weights"))
-        if not sources:
-            others = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
-            hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
-            raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
-        return cls(directory, config, _tensors(sources[0]), sources)
+        config = _config(path / "config.json", "it is not a checkpoint folder without it")
+        sources = weight_source_files(path, config.get("transformers_weights"))
+        if sources:
+            return cls(path, config, _tensors(sources[0]), sources)
+        others = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
+        if bare and not (others or any(path.glob("*.safetensors"))):
+            return cls(path, config, {})
+        hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
+        raise CheckpointError(f"{path} holds no {SINGLE} and no {INDEX}{hint}")
 
     @classmethod
     def of_file(cls, file: Path) -> "Checkpoint":
@@ -104,81 +107,51 @@ class Checkpoint:
         training that touches a matrix as a whole.
         """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in sorted(self.tensors):
-            info = self.tensors[name]
+        for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.file.name} {info.dtype} {info.shape} {info.start} {info.end}\n".encode())
-        for _, sample in _samples(self.tensors):
-            digest.update(sample)
+        ordered = sorted(self.tensors.values(), key=lambda info: (info.file, info.start))
+        for file, inside in groupby(ordered, key=lambda info: info.file):
+            with file.open("rb", buffering=0) as stream:
+                for info in inside:
+                    for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
+                        digest.update(os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin))
         return digest.hexdigest()[:16]
 
-    def disagreements(self) -> Iterator[str]:
-        """Yield a line for each other source of weights that differs."""
+    def notes(self) -> Iterator[str]:
+        """Yield a line for each source of weights that is not read."""
         for other in self.sources[1:]:
-            try:
-                same = _contents(_tensors(other)) == _contents(self.tensors)
-            except (CheckpointError, OSError):
-                same = False
-            if not same:
-                yield (
-                    f"{self.directory} holds two sources of weights that differ: {self.sources[0].name} is read, as "
-                    f"transformers does, and {other.name} is not"
-                )
+            yield (
+                f"{self.directory} holds several sources of weights: {self.sources[0].name} is read, as transformers "
+                f"does, and {other.name} is not"
+            )
 
 
 def unsupported_kind(path: Path) -> str | None:
     """Return what `path` is if it cannot be a checkpoint."""
     if not path.is_dir():
-        return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if _is_gguf(path) else None
+        return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if path.suffix == ".gguf" else None
     names = {file.name for file in path.iterdir()}
-    if ADAPTER in names:
-        if "config.json" not in names:
-            return f"{path} is an adapter (LoRA or another kind of peft), not a whole model: {_MERGE}"
-        if any(name.startswith("adapter_model.") for name in names):
-            return f"{path} holds a model and an adapter beside it ({ADAPTER}): {_MERGE}, or remove the adapter's files"
-    weights = {Path(name).suffix for name in names if name.endswith((".gguf", ".safetensors", ".bin", ".pt", ".pth"))}
-    if weights == {".gguf"}:
-        return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}"
-    return None
-
-
-def _is_gguf(path: Path) -> bool:
-    if path.suffix == ".gguf":
-        return True
-    try:
-        with open_regular(path) as stream:
-            return stream.read(4) == b"GGUF"
-    except (OSError, DocumentError):
-        return False
-
-
-def weightless_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the configuration in `path` if no weights lie next to it. Raises CheckpointError."""
-    if not path.is_dir():
-        return _config(path, "")
-    weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
-    if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
-        return None
-    return _config(path / "config.json", "")
+    if ADAPTER in names and ("config.json" not in names or any(name.startswith("adapter_model.") for name in names)):
+        return f"{path} is an adapter (LoRA or another kind of peft), or holds one beside a model: {_MERGE}"
+    weights = {Path(name).suffix for name in names} & {".gguf", ".safetensors", *_PICKLED}
+    return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}" if weights == {".gguf"} else None
 
 
 def weight_source_files(directory: Path, named: object = None) -> tuple[Path, ...]:
     """Return the files that say where weights are, in transformers' order.
 
-    These are the file that the configuration has `named`, one file with all weights, an index of shards. Raises
-    CheckpointError where `named` is no such file in the folder.
+    The configuration may have `named` one. Raises CheckpointError where that is no such file in the folder.
     """
-    names = [SINGLE, INDEX]
-    if named is not None:
-        names.insert(0, _inside(directory, str(named), "config.json").name)
-    paths = dict.fromkeys(directory / name for name in names if name == named or os.path.lexists(directory / name))
-    return tuple(sorted(paths, key=lambda path: path.name != named and not path.is_file()))  # broken links last
+    first = [] if named is None else [_inside(directory, str(named), "config.json")]
+    others = [directory / name for name in (SINGLE, INDEX) if os.path.lexists(directory / name)]
+    return tuple(dict.fromkeys(first + sorted(others, key=lambda path: not path.is_file())))  # broken links last
 
 
 def weight_files(source: Path) -> list[Path]:
     """Return the files of a source, all shards of an index. Raises CheckpointError."""
     if not source.name.endswith(".json"):
         return [source]
-    return [_inside(source.parent, name, source.name) for name in sorted(set(read_weight_map(source).values()))]
+    return [_inside(source.parent, name, source.name) for name in sorted(set(_weight_map(source).values()))]
 
 
 def is_ignored_tensor(name: str) -> bool:
@@ -186,25 +159,22 @@ def is_ignored_tensor(name: str) -> bool:
     return TABLE.search(name) is not None or HEAD.match(name) is not None
 
 
-def read_weight_map(path: Path) -> dict[str, str]:
+def _weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor that the index `path` gives. Raises CheckpointError."""
-    try:
+    with _refusing(path):
         weight_map = read_object(path, MAX_HEADER).get("weight_map")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except DocumentError as error:
-        raise error.converted(CheckpointError) from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise CheckpointError(f"{path}: weight_map.{name[:200]} is no file name")
-    return weight_map
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(f, str) for f in weight_map.values())
+        ):
+            raise DocumentError(f"{path} has no weight_map from names to files")
+        return weight_map
 
 
-def _config(path: Path, why: str) -> dict[str, Any]:
+def _config(path: Path, why: str = "") -> dict[str, Any]:
     """Return the configuration in a file, with the quantisation of ModelOpt."""
-    try:
+    with _refusing(path, why):
         config = configuration.read(path)
         modelopt = path.with_name(MODELOPT)
         if not any(config.get(key) for key in QUANTIZATION) and os.path.lexists(modelopt):
@@ -214,10 +184,19 @@ def _config(path: Path, why: str) -> dict[str, Any]:
             if inner.get("quant_algo") is not None:  # else only the KV cache is quantised
                 config["quantization_config"] = {**inner, "quant_method": "modelopt"}
         return config
+
+
+@contextmanager
+def _refusing(path: Path, why: str = "the checkpoint is not complete") -> Iterator[None]:
+    """Turn errors of reading `path` into CheckpointError."""
+    try:
+        yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
     except DocumentError as error:
         raise error.converted(CheckpointError) from None
+    except OSError as error:
+        raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror or error}")) from None
 
 
 def _inside(directory: Path, name: str, where: str) -> Path:
@@ -229,7 +208,7 @@ def _inside(directory: Path, name: str, where: str) -> Path:
 
 def _tensors(source: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a source of weights, by name. Raises CheckpointError for the first fault found."""
-    weight_map = read_weight_map(source) if source.name.endswith(".json") else {}
+    weight_map = _weight_map(source) if source.name.endswith(".json") else {}
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(source):
         header = _read_header(file)
@@ -244,85 +223,26 @@ def _tensors(source: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _samples(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, bytes]]:
-    """Yield the first and last bytes of every tensor, in file order."""
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
-    for file, inside in groupby(ordered, key=lambda item: item[1].file):
-        with file.open("rb", buffering=0) as stream:
-            for name, info in inside:
-                for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
-                    yield name, os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin)
-
-
-def _contents(tensors: Mapping[str, TensorInfo]) -> dict[str, list[object]]:
-    """Return type, shape and samples of every tensor, for comparison."""
-    contents: dict[str, list[object]] = {name: [info.dtype, info.shape] for name, info in tensors.items()}
-    for name, sample in _samples(tensors):
-        contents[name].append(sample)
-    return contents
-
-
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file. Raises CheckpointError where its header breaks a rule of the format.
+    """Return the tensors of a safetensors file. Raises CheckpointError where the library refuses its header."""
+    from safetensors import SafetensorError, safe_open
 
-    The rules: names once, known types, sizes that follow from type and shape, data one after the other from 0 to the
-    end.
-    """
     try:
-        with open_regular(file) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise CheckpointError(f"{file} is not a safetensors file, or is cut off within its header")
-            text = stream.read(length)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
-    except DocumentError as error:
-        raise error.converted(CheckpointError) from None
-    except OSError as error:
-        raise environment_error(CheckpointError(f"{file} cannot be read: {error.strerror or error}")) from None
-    try:
-        header = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: its header is damaged ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(header, dict) or text[:1] != b"{":
-        raise CheckpointError(f"{file}: its header is damaged (not a JSON object)")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{file}: its header is damaged (__metadata__ is no map from text to text)")
-    base = 8 + length
-    tensors = {name: _entry(file, name, entry, base) for name, entry in header.items()}
-    end = max((info.end for info in tensors.values()), default=base)
-    if end != size:
-        state = "cut off" if size < end else "longer than its header says"
-        raise CheckpointError(f"{file} is {state}: {size} bytes, {end} expected; copy it again")
-    done = base
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if info.start != done:
-            fault = "overlap those of another tensor" if info.start < done else "leave a hole before them"
-            raise CheckpointError(f"{file}: the header is damaged: the data of {name[:200]} {fault}")
-        done = info.end
-    return tensors
-
-
-def _entry(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
-    """Return a tensor's entry of a header; data begin at byte `base`. Raises CheckpointError."""
-    try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        bits, rank = BITS.get(dtype, 0), len(shape)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{file}: the header's entry for {name[:200]} is damaged") from None
-    fault = ""
-    if len(name) > MAX_NAME or _LONG_NUMBER.search(name):
-        fault = f"a name has at most {MAX_NAME:,} characters, and numbers of at most 9 digits"
-    elif len(entry) != 3 or type(shape) is not list or rank > MAX_RANK:
-        fault = f"it has more than dtype, shape and data_offsets, or more than {MAX_RANK} dimensions"
-    elif not bits:
-        fault = f"safetensors has no type {str(dtype)[:40]!r}"
-    elif not all(type(number) is int and 0 <= number <= MAX_SIZE for number in (start, end, *shape)):
-        fault = "a size is no whole number, or is negative"
-    elif prod(shape) * bits != (end - start) * 8:
-        fault = f"{dtype} {shape[:8]} is not the size of its data_offsets"
-    if fault:
-        raise CheckpointError(f"{file}: the header's entry for {name[:200]} is damaged: {fault}")
-    return TensorInfo(file, dtype, tuple(shape), base + start, base + end)
+        with _refusing(file), open_regular(file) as stream, safe_open(file, "numpy"):
+            base = 8 + int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(base - 8))
+    except (SafetensorError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file} is damaged or cut off ({reason}): copy it again") from None
+    header.pop("__metadata__", None)
+    for name in header:
+        if len(name) > MAX_NAME or _LONG_NUMBER.search(name):
+            raise CheckpointError(
+                f"{file} is damaged: a name has at most {MAX_NAME:,} characters and numbers of 9 digits"
+            )
+    return {
+        name: TensorInfo(file, entry["dtype"], tuple(entry["shape"]), *(base + at for at in entry["data_offsets"]))
+        for name, entry in header.items()
+    }

@@ -37,38 +37,32 @@ def _explained(hub_id: str) -> Iterator[None]:
     except ImportError:
         message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
         raise environment_error(ModelError(message)) from None
-    absent = False  # the hub was reached, and has no such thing
+    absent = {  # the hub was reached, and has no such thing
+        errors.RevisionNotFoundError: "the hub has no such revision",
+        errors.RepositoryNotFoundError: "the hub has no such model, or it is private: check it, or `hf auth login`",
+        errors.EntryNotFoundError: "the repository has no config.json: it holds no transformers model",
+        errors.HFValidationError: "its name is no name of the hub",
+    }
+    out_of_reach = {
+        errors.GatedRepoError: "its access is restricted: accept its terms on the hub, then `hf auth login`",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}",
+        errors.LocalEntryNotFoundError: f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}",
+    }
     try:
         yield
-    except errors.GatedRepoError:
-        message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
-    except errors.RevisionNotFoundError:
-        absent, message = True, "the hub has no such revision"
-    except errors.RepositoryNotFoundError:
-        absent, message = True, "the hub has no such model, or it is private: check the name, or `hf auth login`"
-    except errors.OfflineModeIsEnabled:
-        message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
-    except errors.LocalEntryNotFoundError:
-        message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
-    except errors.EntryNotFoundError:
-        absent, message = True, "the repository has no config.json: it holds no transformers model"
-    except errors.HFValidationError as error:
-        absent, message = True, " ".join(str(error).split())
     except ModelError:
         raise
-    except Exception as error:  # network failures (each of the library's HTTP clients has its own), 5xx, disk
-        message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
-    else:
-        return
-    fault = ModelError(f"{hub_id}: {message}")
-    raise fault if absent else environment_error(fault)
+    except Exception as error:  # also network failures (each HTTP client has its own), 5xx, disk
+        for kind, message in (out_of_reach | absent).items():  # the former derive from the latter
+            if isinstance(error, kind):
+                fault = ModelError(f"{hub_id}: {message}")
+                raise (fault if kind in absent else environment_error(fault)) from None
+        message = f"{hub_id}: the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+        raise environment_error(ModelError(message)) from None
 
 
 def config_of(reference: str) -> dict[str, Any]:
-    """Return the config.json of the hub's model `reference` (``owner/name`` or ``owner/name@revision``).
-
-    Raises ModelError, in one line, if it cannot be fetched or read.
-    """
+    """Return the config.json of ``owner/name`` or ``owner/name@revision``. Raises ModelError."""
     hub_id, revision = split(reference)
     with _explained(hub_id):
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -87,8 +81,7 @@ def config_of(reference: str) -> dict[str, Any]:
 def download(reference: str) -> Path:
     """Return the folder of a complete local snapshot, downloading what is missing.
 
-    A snapshot that is complete is used as it is, and the network is not asked for a newer one. Raises ModelError, in
-    one line, if files cannot be fetched, or if the repository holds no safetensors.
+    One that is complete is used as it is. Raises ModelError if files cannot be fetched, or without safetensors.
     """
     if (folder := cached(reference)) is not None:
         return folder
@@ -104,10 +97,7 @@ def download(reference: str) -> Path:
 
 
 def cached(reference: str) -> Path | None:
-    """Return the folder of a complete local snapshot, if there is one.
-
-    It has the configuration and every shard. The network is never used.
-    """
+    """Return the folder of a complete local snapshot, if any. The network is not used."""
     hub_id, revision = split(reference)
     try:
         from huggingface_hub import errors, snapshot_download

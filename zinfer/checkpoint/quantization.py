@@ -1,12 +1,11 @@
 """Quantisation schemes: the settings that zinfer reads from a checkpoint, and its own.
 
-`zinfer.checkpoint.quantized_tensors` finds the stored tensors of a weight, `zinfer.checkpoint.quantized_bytes` tells
-from the settings alone which matrices are quantised. Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq),
-the formats of the library compressed-tensors, and the checkpoints that NVIDIA's ModelOpt exports.
+`zinfer.checkpoint.quantized_tensors` finds the stored tensors. Sources: the quantisers of transformers (fp8, mxfp4,
+gptq, awq), the formats of the library compressed-tensors, and the checkpoints that NVIDIA's ModelOpt exports.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from zinfer.checkpoint.headers import DTYPE_NAMES, QUANTIZATION
@@ -15,7 +14,6 @@ from zinfer.core.model import ModelError, text_config
 Scheme = Literal["int4", "int8", "fp8"]  # ways in which zinfer itself quantises
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-KEYS = QUANTIZATION
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "modelopt")
 # Algorithms of ModelOpt whose weights are found by their tensors.
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
@@ -30,55 +28,61 @@ STORED_DTYPES = {dtype: stored for stored, dtype in DTYPE_NAMES.items()}
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation settings in `config`, if it has some.
-
-    Raises ModelError, without the model's name, for settings that zinfer does not read.
-    """
-    settings = next((part[key] for part in (config, text_config(config)) for key in KEYS if part.get(key)), None)
+    """Return the quantisation settings in `config`, if it has some. Raises ModelError for those not read."""
+    parts = (config, text_config(config))
+    settings = next((part[key] for part in parts for key in QUANTIZATION if part.get(key)), None)
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
         raise ModelError("its quantization_config is no object")
-    method = settings.get("quant_method")
+    for fault in _faults(settings):
+        raise ModelError(fault)
+    return settings
+
+
+def _faults(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why zinfer does not read weights of these settings."""
+    method, algorithm, bits, version = (
+        str(settings.get(key))[:60] for key in ("quant_method", "quant_algo", "bits", "version")
+    )
     if method not in METHODS:
-        raise ModelError(
-            f"its weights are quantised by {str(method)[:60]!r}; zinfer reads {', '.join(METHODS)}, and unquantised "
+        yield (
+            f"its weights are quantised by {method!r}; zinfer reads {', '.join(METHODS)}, and unquantised "
             "checkpoints: take such a version of the model"
         )
     for key, value in settings.items():
         given = value.get("config_groups", value) if isinstance(value, Mapping) else value
         if given and re.search("transform|rotat|hadamard|spin_?quant|quip", key, re.IGNORECASE):
-            raise ModelError(
+            yield (
                 f"its weights are rotated or otherwise transformed ({key[:60]} in quantization_config, as of QuIP and "
                 "SpinQuant), which zinfer does not undo: take another version of the model"
             )
     if method == "compressed-tensors":
-        groups = settings.get("config_groups")
-        members = groups.values() if isinstance(groups, Mapping) else ()
-        formats = [settings.get("format"), *(group.get("format") for group in members if isinstance(group, Mapping))]
-        for name in formats:
-            if name is not None and name not in COMPRESSED:
-                raise ModelError(
-                    f"its weights are in the format {str(name)[:60]!r}; zinfer reads {', '.join(COMPRESSED)}"
-                )
+        for name in (settings.get("format"), *(group.get("format") for group in groups_of(settings))):
+            if name not in (None, *COMPRESSED):
+                yield f"its weights are in the format {str(name)[:60]!r}; zinfer reads {', '.join(COMPRESSED)}"
         sparse = settings.get("sparsity_config")
         if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
-            raise ModelError(f"its weights are sparse ({str(sparse['format'])[:60]!r}), which zinfer does not read")
-    algorithm, bits, version = (str(settings.get(key))[:60] for key in ("quant_algo", "bits", "version"))
+            yield f"its weights are sparse ({str(sparse['format'])[:60]!r}), which zinfer does not read"
     if method == "modelopt" and algorithm.upper() not in MODELOPT:
-        raise ModelError(f"its weights are quantised by {algorithm!r} of ModelOpt; zinfer reads {', '.join(MODELOPT)}")
+        yield f"its weights are quantised by {algorithm!r} of ModelOpt; zinfer reads {', '.join(MODELOPT)}"
     if method in ("gptq", "awq") and settings.get("bits") not in (4, 8):
-        raise ModelError(f"its weights have {bits!r} bits by {method}: zinfer reads 4 and 8")
+        yield f"its weights have {bits!r} bits by {method}: zinfer reads 4 and 8"
     if method == "awq" and settings.get("version", "gemm") != "gemm":
-        raise ModelError(f"its weights are in AWQ's order {version!r}: zinfer reads 'gemm'")
-    return settings
+        yield f"its weights are in AWQ's order {version!r}: zinfer reads 'gemm'"
+
+
+def groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the groups of compressed-tensors that quantise weights."""
+    groups = settings.get("config_groups")
+    members = groups.values() if isinstance(groups, Mapping) else ()
+    return [group for group in members if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)]
 
 
 def scheme(weights: Scheme, group_size: int | None = None) -> dict[str, Any]:
     """Return the quantization_config of a format that zinfer makes; all are symmetric.
 
-    int4 has groups of `group_size` values, by default 128, or of the largest of `GROUP_SIZES` that divides a row; int8
-    and fp8 (e4m3) have a scale a row.
+    int4 has groups of `group_size` values; int8 and fp8 (e4m3) have a scale a row.
     """
     bits, kind, layout, strategy = {
         "int4": (4, "int", "pack-quantized", "group"),

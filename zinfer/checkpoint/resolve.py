@@ -1,7 +1,7 @@
 """Model references, turned into a `ModelSpec`.
 
 The shape of a model is measured on the `transformers` model that its configuration describes, built without memory
-(`zinfer.checkpoint.architecture`); on machines without torch the closed forms of `.formula` replace it.
+(`zinfer.checkpoint.architecture`); the catalogue holds the shapes of its models.
 """
 
 import hashlib
@@ -19,33 +19,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.checkpoint import formula, hub, quantization, quantized_bytes, quantized_tensors
-from zinfer.checkpoint.headers import (
-    DTYPE_NAMES,
-    Checkpoint,
-    CheckpointError,
-    is_ignored_tensor,
-    unsupported_kind,
-    weightless_config,
-)
-from zinfer.core.errors import did_you_mean
+from zinfer.checkpoint import hub, quantization, quantized_tensors
+from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint, CheckpointError, is_ignored_tensor, unsupported_kind
+from zinfer.core.errors import did_you_mean, environment_error
 from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 from zinfer.system import atomic
 from zinfer.system.documents import read_bytes
-
-# Families that tie the head to the embedding by default; their checkpoints may hold both even so.
-_TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
-_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def resolve(
     reference: str, dtype: Dtype | None = None, layers: int | None = None, weights: Weights = "as-released"
 ) -> ModelSpec:
-    """Return the model of a reference.
+    """Return the model of a reference, its layers in the format `weights`.
 
     A reference is a name or a hub id of the catalogue (`catalogue_name`), a checkpoint folder, a config.json, or
-    another Hugging Face hub id. The decoder layers have `weights` as their format. Raises ModelError, in one line, for
-    anything else.
+    another Hugging Face hub id. Raises ModelError, in one line, for anything else.
     """
     if not reference:
         raise ModelError("--model is empty; `zinfer plan --list models` lists the catalogue")
@@ -55,9 +43,8 @@ def resolve(
     elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
-        if (kind := unsupported_kind(path)) is not None:
-            raise ModelError(kind)
-        raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
+        is_file = f"{reference} is a file: --model takes the folder that holds config.json and the safetensors"
+        raise ModelError(unsupported_kind(path) or is_file)
     elif reference.startswith((".", "/", "~")):
         raise ModelError(f"no such folder: {reference}")
     elif re.fullmatch(hub.REFERENCE, reference):
@@ -78,20 +65,16 @@ def resolve(
 
 
 def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
-    """Return the model with its layers' weights in another format.
-
-    Its `config` describes that then. Raises ModelError for weights that are released quantised, and for a model without
-    a matrix that could be.
-    """
+    """Return the model with weights, and `config`, in another format. Raises ModelError."""
     if weights == "as-released":
         return spec
     if quantization.settings_of(spec.config) is not None or spec.stored_ratio < 1:
         raise ModelError(f"{spec.name} is released quantised: --weights {weights} is for models in 16 or 32 bits")
     config = spec.config | {"quantization_config": quantization.scheme(weights)}
-    ratio, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
-    if ratio == 1:
+    spec = _with_stored_ratio(spec.model_copy(update={"config": config, "weights": weights}))
+    if spec.stored_ratio == 1:
         raise ModelError(f"{spec.name} has no matrix that --weights {weights} makes smaller: leave the option out")
-    return spec.model_copy(update={"config": config, "stored_ratio": ratio, "fp8_ratio": fp8, "weights": weights})
+    return spec
 
 
 def as_released(spec: ModelSpec) -> ModelSpec:
@@ -108,10 +91,9 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def catalogue_name(reference: str) -> str | None:
-    """Return the catalogue's name of a model; None for a model that it lacks.
+    """Return the catalogue's name for a reference in any case.
 
-    `reference` is that name, or the hub id, in letters of any case. A file or folder of that name comes before a hub
-    id, and before a name in other letters.
+    A file or folder of that name comes before a hub id, and before a name in other letters.
     """
     if reference in _catalogue():
         return reference
@@ -120,10 +102,7 @@ def catalogue_name(reference: str) -> str | None:
 
 
 def is_wanted(wanted: str | None, model: str) -> bool:
-    """Tell whether the model of a record is the wanted one; None wants all.
-
-    It may be named without its folder, by its hub id, or as in the catalogue.
-    """
+    """Tell whether the model of a record is `wanted`: a name, a hub id, or None for all."""
     known = wanted and catalogue_name(wanted)
     return wanted in (None, model, Path(model).name) or (known is not None and known == catalogue_name(model))
 
@@ -136,12 +115,8 @@ def _references() -> dict[str, str]:
 
 
 def _near(reference: str) -> str:
-    """Return the end of a message about an unknown model: similar names of the catalogue, if any."""
-    word = reference.partition("@")[0].rpartition("/")[2].casefold()
-    begun = [name for name in catalogue_names() if word and name.startswith(word)]
-    if len(begun) > 1:
-        return f"; the catalogue has {', '.join(begun[:-1])} and {begun[-1]}"
-    return did_you_mean(word, catalogue_names())
+    """Return the end of a message about an unknown model."""
+    return did_you_mean(reference.partition("@")[0].rpartition("/")[2].casefold(), catalogue_names())
 
 
 def from_catalogue(name: str) -> ModelSpec:
@@ -169,79 +144,85 @@ def _shapes() -> dict[str, Any]:
 
 
 def from_directory(path: Path) -> ModelSpec:
-    """Return the spec of a checkpoint folder or a config.json.
-
-    No weights are read. Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
-    """
+    """Return the spec of a checkpoint folder or a config.json, from headers. Raises ModelError."""
+    name = str(path)
+    _require_torch(name)
     try:
-        bare = weightless_config(path)
-        checkpoint = None if bare is not None else Checkpoint.open(path)
-    except CheckpointError as error:
-        raise error.converted(ModelError) from None
-    if checkpoint is None:
-        assert bare is not None
-        return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
-    config = checkpoint.config
-    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
-    try:
+        checkpoint = Checkpoint.open(path, bare=True)
+        config = checkpoint.config
         stored = quantized_tensors.unquantized(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
         raise error.converted(ModelError) from None
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
-    tensors = {
-        name: info for name, info in stored.items() if not (is_ignored_tensor(name) or (tied and name in _HEADS))
-    }
-    largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    dtype = dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype))
-    spec = from_config(str(path), config, shapes, directory=str(path))
-    present = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
-    missing = sorted(set(range(spec.num_layers)) - present) if present else []
+        raise ModelError(f"{name}: {error}") from None
+    if not stored:
+        return from_config(name, config, dtype=_supported(name, dtype_of(config)))
+    weights = {tensor: info for tensor, info in stored.items() if not is_ignored_tensor(tensor)}
+    largest = max(weights.values(), key=lambda info: info.nbytes)
+    dtype = _supported(name, dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype)))
+    spec = _measured(name, config, directory=name, dtype=dtype)
+    present = {_layer(tensor) for tensor in weights} - {None}
+    missing = [layer for layer in range(spec.num_layers) if present and layer not in present]
     if missing:
-        raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
-    spec = spec.with_dtype(_supported(str(path), dtype))
+        raise ModelError(f"{name}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     if stored.keys() == checkpoint.tensors.keys():
         return spec
-    inside = {
-        name: info
-        for name, info in checkpoint.tensors.items()
-        if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers and not is_ignored_tensor(name)
+    sizes = {
+        tensor: info.nbytes
+        for tensor, info in checkpoint.tensors.items()
+        if _layer(tensor) in range(spec.num_layers) and not is_ignored_tensor(tensor)
     }
-    sizes = {name: info.end - info.start for name, info in inside.items()}
-    fp8 = sum(sizes[name] for name, info in inside.items() if name in stored and info.dtype == quantization.FP8)
-    ratios = {
-        "stored_ratio": min(1.0, sum(sizes.values()) / spec.streamed_bytes),
-        "fp8_ratio": fp8 / spec.streamed_bytes,
-    }
-    return spec.model_copy(update=ratios)
+    fp8 = sum(
+        size
+        for tensor, size in sizes.items()
+        if tensor in stored and checkpoint.tensors[tensor].dtype == quantization.FP8
+    )
+    ratio = min(1.0, sum(sizes.values()) / spec.streamed_bytes)
+    return spec.model_copy(update={"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes})
+
+
+def _layer(tensor: str) -> int | None:
+    """Return the number of a stored tensor's decoder layer."""
+    match = LAYER_INDEX.search(tensor)
+    return int(match[1]) if match else None
 
 
 def from_hub(hub_id: str) -> ModelSpec:
-    """Return the spec of a hub's model from its config.json alone.
-
-    Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
-    """
+    """Return the spec of a hub's model from its config.json alone. Raises ModelError."""
     config = hub.config_of(hub_id)
     dtype = dtype_of(config)
     return from_config(hub_id, config, dtype=dtype if dtype in get_args(Dtype) else "bfloat16", hub_id=hub_id)
 
 
-def from_config(
-    name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
-) -> ModelSpec:
-    """Return the spec of the model that `config` describes.
+def from_config(name: str, config: Mapping[str, Any], **others: Any) -> ModelSpec:
+    """Return the spec of the model that `config` describes. Raises ModelError."""
+    return _with_stored_ratio(_measured(name, config, **others))
 
-    See `shape_of` for `counted` and the errors. Without `counted` weights, its bytes are those of the format that
-    `config` names.
-    """
+
+def _measured(name: str, config: Mapping[str, Any], **others: Any) -> ModelSpec:
+    """Return the spec of a configuration, measured by `transformers`. Raises ModelError, with `name` in it."""
     if not config.get("model_type"):
         raise ModelError(
             f"{name}: config.json has no model_type, so it is no configuration of transformers: take the model's "
             "version for transformers"
         )
-    spec = _spec(name, config, shape_of(name, config, counted), **others)
-    return _with_stored_ratio(spec) if counted is None else spec
+    _require_torch(name)
+    file = _measured_file(config)
+    try:
+        shape = Shape.model_validate_json(read_bytes(file))
+    except (OSError, ValueError):
+        from zinfer.checkpoint.architecture import measure
+
+        shape = measure(name, config)
+        with suppress(OSError):  # without the file it is measured again next time
+            atomic.write(file, shape.model_dump_json())
+    return _spec(name, config, shape, **others)
+
+
+def _require_torch(name: str) -> None:
+    if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
+        needs = "needs torch and transformers: pip install 'zinfer[engines]'"
+        raise environment_error(ModelError(f"{name}: a model that is not in the catalogue {needs}"))
 
 
 def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> ModelSpec:
@@ -258,18 +239,16 @@ def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> 
 def _with_stored_ratio(spec: ModelSpec) -> ModelSpec:
     """Return `spec` with the ratios of the format that its `config` names. Raises ModelError for an unknown format."""
     try:
-        stored, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
+        stored, fp8 = quantized_tensors.stored_ratios(spec.layers, spec.stack, spec.config, spec.dtype)
     except ModelError as error:
         raise ModelError(f"{spec.name}: {error}") from None
     return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8})
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
-    for part in (config, text_config(config)):
-        for key in ("dtype", "torch_dtype"):
-            if part.get(key):
-                return str(part[key]).removeprefix("torch.")
-    return default
+    """Return the type of the weights that `config` names."""
+    named = (part.get(key) for part in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
+    return next((str(dtype).removeprefix("torch.") for dtype in named if dtype), default)
 
 
 def _supported(name: str, dtype: str) -> Dtype:
@@ -278,36 +257,10 @@ def _supported(name: str, dtype: str) -> Dtype:
     return cast(Dtype, dtype)
 
 
-def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """Return the shape of the model that `config` describes.
-
-    It is measured where torch and transformers are installed; elsewhere the closed forms of `.formula` give it, with
-    the weights `counted` (names and shapes), if given. Raises ModelError, with `name` in it, if `config` is not that of
-    a decoder-only model, or if its weights are quantised in a way that zinfer does not read.
-    """
-    try:
-        quantization.settings_of(config)
-    except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
-    if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
-        return formula.shape(name, config, counted)
-    file = _measured_file(config)
-    with suppress(OSError, ValueError):
-        return Shape.model_validate_json(read_bytes(file))
-    from zinfer.checkpoint.architecture import measure
-
-    shape = measure(name, config)
-    with suppress(OSError):  # without the file it is measured again next time
-        atomic.write(file, shape.model_dump_json())
-    return shape
-
-
 def _measured_file(config: Mapping[str, Any]) -> Path:
     """Return the cache file of the measured shape of `config`."""
-    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    made_of.update(version("transformers").encode())
+    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + version("transformers").encode())
     for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):
         made_of.update((files(f"zinfer.{room}") / module).read_bytes())
-    made_of.update(repr(sorted(Shape.model_fields) + sorted(LayerSpec.model_fields)).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
     return folder / f"shape-{made_of.hexdigest()[:24]}.json"

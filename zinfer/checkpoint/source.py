@@ -5,7 +5,7 @@ generated without them is pointless, so `zinfer run` downloads them.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -36,11 +36,10 @@ def find(
     weights: Weights = "as-released",
     draft: str | None = None,
 ) -> Source:
-    """Find the model of `reference` and its weights.
+    """Find the model of `reference` and its weights, in the format `weights`. Raises ModelError or CheckpointError.
 
-    Weights load in the format `weights`. With ``auto`` they are real if they are on this machine, and dummy otherwise,
-    unless `fetch` allows a download. `draft` is the reference of a model that drafts for it, whose weights are of the
-    same kind. Raises ModelError or CheckpointError, in one line.
+    With ``auto`` they are real if they are on this machine, and dummy otherwise, unless `fetch` allows a download.
+    `draft` is the reference of a model that drafts for it, whose weights are of the same kind.
     """
     spec = resolve(reference, dtype, layers, weights)
     if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
@@ -50,21 +49,17 @@ def find(
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
     if load_format == "safetensors" and spec.directory is None:
         raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
-    if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
-        source = Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
-    else:
-        source = Source(spec, "safetensors", revision_of(spec, "safetensors"))
-    if draft is None:
-        return source
-    drafting = find(draft, spec.dtype, None, source.load_format, fetch=True).spec
-    return replace(source, spec=source.spec.model_copy(update={"draft": drafting}))
+    kind: LoadFormat = "dummy" if load_format == "dummy" or spec.directory is None else "safetensors"
+    revision = revision_of(spec, kind)
+    if kind == "dummy":
+        spec = spec.model_copy(update={"directory": None})
+    if draft is not None:
+        spec = spec.model_copy(update={"draft": find(draft, spec.dtype, None, kind, fetch=True).spec})
+    return Source(spec, kind, revision)
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """Return the fingerprint that tells two models of one name apart.
-
-    It is the checkpoint's, with the format that its weights are given; for dummy weights the configuration's.
-    """
+    """Return the fingerprint that tells two models of one name apart; dummy weights have their config's."""
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
     if not spec.directory:

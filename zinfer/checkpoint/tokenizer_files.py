@@ -9,16 +9,15 @@ vocabulary, no adapter, no processor, no module, and no chat template, which zin
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, StrictStr
 
 from zinfer.checkpoint import configuration
-from zinfer.checkpoint.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
+from zinfer.checkpoint.configuration import DIGITS, TokenId, warn, without, without_code
 from zinfer.core.model import ModelError
 from zinfer.system import scratch
 from zinfer.system.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
@@ -31,18 +30,17 @@ DEFAULT = "default"  # name of the chat template that is used unless another is 
 MAX_VOCABULARY = 1 << 30  # bytes of a vocabulary; the largest in use have 40 MB
 MAX_CONFIG = 16 << 20
 MAX_TEMPLATE = 1 << 20
-MAX_TEMPLATES = 64
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".bpe", ".vocab", ".spm", ".codes", ".tokenizer")
 # Files with these endings and none of a tokenizer: other configurations, lists of weights, texts about the model.
 _OTHERS = ("config.json", "processor.json", "index.json", "template.json", "modules.json", "readme.txt", "license.txt")
 _JSON_MAPS = ("special_tokens_map.json", "added_tokens.json")
-# Fields that name code, or choose it; fields that name files are left out without a word, since old checkpoints hold
-# the paths of their authors' machines.
+# Fields that name code, or choose it.
 _CODE = frozenset({"auto_map", "custom_generate", "trust_remote_code", "tokenizer_object", "slow_tokenizer"})
-_FILES = frozenset({"name_or_path", "_name_or_path", "_commit_hash", "init_inputs", "fast_tokenizer_files"})
+# Fields that are left out without a word: templates, and names of files on the machines of their authors.
+_SILENT = frozenset(
+    {"chat_template", "name_or_path", "_name_or_path", "_commit_hash", "init_inputs", "fast_tokenizer_files"}
+)
 _FILE_ENDS = ("_file", "_files", "_path", "_dir", "_folder")
-
-TokenId = Annotated[StrictInt, Field(ge=-1, le=MAX_TOKEN)]
 
 
 class _NamedTemplate(BaseModel):
@@ -53,17 +51,7 @@ class _NamedTemplate(BaseModel):
 class _TemplateHolder(BaseModel):
     """A file that may hold chat templates: one, or several by name."""
 
-    model_config = ConfigDict(extra="allow")
-
     chat_template: StrictStr | list[_NamedTemplate] | dict[str, StrictStr] | None = None
-
-
-class _TokenizerConfig(_TemplateHolder):
-    """Fields that zinfer relies on; a tokenizer class has more."""
-
-    tokenizer_class: StrictStr | None = None
-    added_tokens_decoder: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    model_max_length: float | None = None
 
 
 class _GenerationConfig(BaseModel):
@@ -91,10 +79,9 @@ def require(directory: Path) -> None:
 def end_tokens(
     directory: Path | None, config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
 ) -> dict[int, str]:
-    """Return the tokens that end a text, with their sources.
+    """Return the tokens that end a text, with their sources. Raises ModelError.
 
-    `generation_config.json`, the model's `config` and the tokenizer often differ in a chat model, which may write any
-    of their tokens. Raises ModelError for a file that cannot be read or believed.
+    The sources often differ in a chat model, which may write any of their tokens.
     """
     sources: dict[int, list[str]] = {}
     given = config.get("eos_token_id")
@@ -119,25 +106,23 @@ def _generation_ends(directory: Path | None) -> list[Any]:
 
 
 def chat_template(directory: Path | None, wanted: str | None = None) -> ChatTemplate:
-    """Return the chat template `wanted`, by default the checkpoint's.
+    """Return the chat template `wanted`, by default the checkpoint's. Raises ModelError.
 
-    `wanted` is a name among the checkpoint's, or a file. Raises ModelError if there is no such template, or a file
-    cannot be read or believed.
+    `wanted` is a name among the checkpoint's, or a file.
     """
     templates = {}
     if directory is not None:
         with _explained(directory):
             templates = _templates(directory)
     names = tuple(sorted(templates))
+    if (chosen := DEFAULT if wanted is None else wanted) in templates:
+        return ChatTemplate(templates[chosen], names=names)
     if wanted is None:
-        if DEFAULT in templates:
-            return ChatTemplate(templates[DEFAULT], names=names)
+        why = "the model has no chat template: use /v1/completions, or --chat-template FILE"
         if names:
-            why = f"the model's chat templates are {', '.join(names)[:200]}, none the default: choose one"
-            return ChatTemplate(None, f"{why} with --chat-template", names)
-        return ChatTemplate(None, "the model has no chat template: use /v1/completions, or --chat-template FILE")
-    if wanted in templates:
-        return ChatTemplate(templates[wanted], names=names)
+            listed = ", ".join(names)[:200]
+            why = f"the model's chat templates are {listed}, none the default: choose one with --chat-template"
+        return ChatTemplate(None, why, names)
     try:
         return ChatTemplate(decode(read_bytes(Path(wanted), MAX_TEMPLATE), wanted), names=names)
     except FileNotFoundError:
@@ -153,10 +138,8 @@ def _templates(directory: Path) -> dict[str, str]:
     if os.path.lexists(directory / TEMPLATE):
         templates[DEFAULT] = decode(read_bytes(directory / TEMPLATE, MAX_TEMPLATE), directory / TEMPLATE)
     if (directory / TEMPLATES).is_dir():
-        paths = sorted((directory / TEMPLATES).glob("*.jinja"))
-        if len(paths) > MAX_TEMPLATES:
-            raise DocumentError(f"{directory / TEMPLATES} has {len(paths):,} chat templates: at most {MAX_TEMPLATES}")
-        templates |= {path.stem: decode(read_bytes(path, MAX_TEMPLATE), path) for path in paths}
+        for path in sorted((directory / TEMPLATES).glob("*.jinja")):
+            templates[path.stem] = decode(read_bytes(path, MAX_TEMPLATE), path)
     for name in TEMPLATE_HOLDERS:
         path = directory / name
         if any(templates.values()) or not os.path.lexists(path):
@@ -180,10 +163,7 @@ def files(directory: Path) -> list[Path]:
 
 @contextmanager
 def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Path]:
-    """Provide a temporary folder to load the tokenizer of `directory` from safely.
-
-    `is_tokenizer` tells whether a name is that of a tokenizer class. Raises ModelError as `require` does.
-    """
+    """Provide a temporary folder to load the tokenizer of `directory` from safely. Raises ModelError."""
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
     with scratch.folder(Path(tempfile.gettempdir()), "tokenizer") as owned:
@@ -212,7 +192,6 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
         name = path.name
         if name == CONFIG:
             settings = read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS)
-            validate(_TokenizerConfig, settings, path)
             documents[name] = _without_code(settings, path, is_tokenizer)
         elif name in _JSON_MAPS:
             documents[name] = read_object(path, MAX_CONFIG)
@@ -237,10 +216,9 @@ def _is_vocabulary(name: str) -> bool:
 
 def _without_code(settings: Mapping[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:
     """Return settings without templates, code and file names; warn about code."""
-    if left_out := sorted(key for key in settings.keys() & _CODE if settings[key]):
-        _warn(f"{path}: {', '.join(left_out)} left out: code of a checkpoint is never run")
-    left = _CODE | {"chat_template"}
-    kept = {key: _without_files(value) for key, value in settings.items() if not (key in left or _names_file(key))}
+    if dropped := sorted(key for key in settings.keys() & _CODE if settings[key]):
+        warn(f"{path}: {', '.join(dropped)} left out: code of a checkpoint is never run")
+    kept = without(settings, lambda key: key in _CODE or key in _SILENT or key.endswith(_FILE_ENDS))
     return _class_checked(kept, path, is_tokenizer)
 
 
@@ -248,22 +226,5 @@ def _class_checked(settings: dict[str, Any], path: Path, is_tokenizer: Callable[
     name = settings.get("tokenizer_class")
     if name is None or (isinstance(name, str) and is_tokenizer(name)):
         return settings
-    _warn(f"{path}: tokenizer_class {str(name)[:80]!r} left out: transformers has no tokenizer of this name")
+    warn(f"{path}: tokenizer_class {str(name)[:80]!r} left out: transformers has no tokenizer of this name")
     return {key: value for key, value in settings.items() if key != "tokenizer_class"}
-
-
-def _without_files(value: Any) -> Any:
-    """Return a copy of a setting without fields that name files."""
-    if isinstance(value, list):
-        return [_without_files(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_files(part) for key, part in value.items() if not _names_file(key)}
-
-
-def _names_file(key: str) -> bool:
-    return key in _FILES or key.endswith(_FILE_ENDS)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(CheckpointWarning(message), stacklevel=2)

@@ -1,70 +1,56 @@
 """`zinfer batch`: answer the prompts of a file, in OpenAI's batch format."""
 
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.out import say
+from zinfer.commands.watch import Watch
+from zinfer.core.engine import plan_options
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from zinfer.checkpoint.source import Source
-    from zinfer.commands.watch import Watch
-    from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
-    from zinfer.job.batch.ledger import Ledger
-    from zinfer.job.batch.openai import BatchLine
-    from zinfer.job.batch.run import BatchProgress
-    from zinfer.job.shard import Shard
-
+from zinfer.core.units import counted, duration, figures
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.job.batch import packing
+from zinfer.job.batch.ledger import Ledger
+from zinfer.job.batch.merge import merge as merge_shards
+from zinfer.job.batch.nodes import answer_on_nodes
+from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal
+from zinfer.job.batch.rows import requests_of, split
+from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
+from zinfer.job.driver import Driver
+from zinfer.job.shard import Shard
+from zinfer.job.signals import Interrupted
+from zinfer.record.jsonl import MAX_BYTES
+from zinfer.system.documents import read_bytes
 
 AT_ONCE = 500  # prompts that are read before progress shows
 
 
 @click.command("batch", cls=options.LoadCommand)
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="JSON-lines file of the answers, each appended when it is complete.",
-)
-@click.option("-m", "--model", help=f"{options.MODEL_HELP}  [required, but for --merge]")
+@option("-o --output", options.FILE, "JSON lines of the answers, appended one by one.", required=True)
+@option("-m --model", str, f"{options.MODEL_HELP}  [required, but for --merge]")
 @options.job_options
-@click.option(
-    "--shard",
-    type=options.SHARD,
-    help="Answer the lines i, i+n, i+2n, .. only, into a file beside --output: the part of a job of an array.",
-)
-@click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
-@click.option(
+@option("--shard", options.SHARD, "Answer only the lines i, i+n, .., into a part beside --output: for a job array.")
+@option("--merge", bool, "Put the answers of all shards together, in the order of PROMPTS.")
+@option(
     "--ray",
+    str,
+    "Answer a shard on each node of a Ray cluster, and merge: auto, HOST:PORT or local.",
     metavar="ADDRESS",
-    help="Answer a shard on each node of a Ray cluster (auto, HOST:PORT, or local); the nodes share this folder.",
 )
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Add to the answers of a job with other prompts, model or settings; with --merge: replace other answers.",
-)
+@option("--force", bool, "Add to answers of another job; with --merge: replace other answers.")
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    prompts: Path,
-    output: Path,
-    model: str | None,
-    shard: "Shard | None",
-    merge: bool,
-    ray: str | None,
-    force: bool,
-    **how: Any,
-) -> None:
+def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, **how: Any) -> None:
     """Answer every line of PROMPTS, a file of OpenAI batch requests.
 
     As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
@@ -72,67 +58,38 @@ def command(
     A line that cannot be served is answered with an error.
 
     \b
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
     zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --shard 2/8      on each of eight machines
     zinfer batch prompts.jsonl -o out.jsonl --merge                                  when all shards have ended
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --ray auto       on the nodes of a Ray cluster
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     if merge:
-        _merge(prompts, output, force)
-    if model is None:
+        merging = ("prompts", "output", "merge", "force")
+        if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
+            raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
+        _merge(how["prompts"], how["output"], how["force"])
+    if how["model"] is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
-    if ray is not None and shard is not None:
-        raise click.UsageError("--ray answers all shards: leave out --shard")
-    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, ray, shard))
+    if ray is not None and shard is None:  # a task of Ray has both
+        _on_nodes(bool(debug), how["prompts"], how["output"], how["force"], ray)
+    raise SystemExit(_answer(bool(debug), how, shard))
 
 
-def _answer(
-    debug: bool,
-    prompts: Path,
-    output: Path,
-    model: str,
-    force: bool,
-    how: dict[str, Any],
-    ray: str | None,
-    shard: "Shard | None",
-    already: "Collection[str]" = (),
-) -> int:
-    """Answer the lines of a file or shard; return the exit code.
-
-    Lines whose ids are in `already` are left out.
-    """
-    import time
-    from functools import partial
-
-    from zinfer.commands.watch import Watch
-    from zinfer.core.engine import plan_options
-    from zinfer.job.batch.ledger import Ledger
-    from zinfer.job.batch.nodes import answer_on_nodes
-    from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
-    from zinfer.record.jsonl import MAX_BYTES
-    from zinfer.system.documents import read_bytes
-
-    whole, output = output, output if shard is None else shard.path(output)
-    if output.exists() and output.samefile(prompts):
-        raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    loads = options.one_load("batch", model, how)
-    content = read_bytes(prompts, MAX_BYTES)
-    lines = read_requests(content)
-    if not lines:
-        raise click.UsageError(f"{prompts} holds no request")
+def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
+    """Answer the lines of a file or shard; return the exit code."""
+    prompts, output = how["prompts"], how["output"]
+    output = output if shard is None else shard.path(output)
+    content, lines = _requests(prompts, output)
     lines = lines if shard is None else [*shard.of(lines)]
-    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
-    tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
-    load = next(iter(loads))
+    job = options.prepared("batch", how)
+    source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content),
-        "model": model,
+        "model": how["model"],
         "model_revision": source.revision,
         "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
@@ -141,21 +98,15 @@ def _answer(
         "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }
-    with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
+    with Ledger.open(output, identity, int(time.time()), how["force"]) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.message(f"left out {damage}")
-        lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
+        lacking = [line for line in lines if line.id not in ledger.done]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
         progress = None
-        if waiting and ray is not None:
-            _ = tokenizer.facts  # a tokenizer that cannot be loaded ends the command now, not on the nodes
-            tokenizer.close()
-            job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
-            with _ended_in_order(watch):
-                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
-        elif waiting:
-            progress = _run(waiting, tokenizer, loads, source, ledger, watch, debug, how)
+        if waiting:
+            progress = _run(waiting, job, ledger, watch, debug, how)
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
         errors = sum(not answer.ok for answer in done)
@@ -163,15 +114,22 @@ def _answer(
     return _exit_code(errors, len(done))
 
 
-def _answer_on_node(*words: Any) -> None:
-    """Call `_answer` in a process that runs no command. Raises NodesError for what would end one."""
-    from zinfer.job.batch.nodes import NodesError
+def _requests(prompts: Path, output: Path) -> tuple[bytes, list[BatchLine | Fault]]:
+    """Return the file of the prompts, and its lines. Raises UsageError if there are none."""
+    content = read_bytes(prompts, MAX_BYTES)
+    lines = read_requests(content)
+    if output.exists() and output.samefile(prompts):
+        raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
+    if not lines:
+        raise click.UsageError(f"{prompts} holds no request")
+    return content, lines
 
-    try:
-        with click.Context(command):
-            _answer(*words)
-    except click.ClickException as error:
-        raise NodesError(error.message) from None
+
+def _on_nodes(debug: bool, prompts: Path, output: Path, force: bool, ray: str) -> NoReturn:
+    """Answer a shard on each node of Ray, merge, and exit."""
+    with Watch() as watch, _ended_in_order(watch):
+        answer_on_nodes([sys.executable, "-m", "zinfer", *sys.argv[1:]], output, ray, debug, watch.message)
+    _merge(prompts, output, force)
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -179,26 +137,9 @@ def _exit_code(errors: int, lines: int) -> int:
 
 
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
-    """Put the shards of `output` together, and exit.
-
-    Raises UsageError if other options are given, ShardError if the shards are not whole.
-    """
-    from zinfer.commands.out import say
-    from zinfer.job.batch.merge import merge
-    from zinfer.job.batch.openai import digest, read_requests
-    from zinfer.record.jsonl import MAX_BYTES
-    from zinfer.system.documents import read_bytes
-
-    merging = ("prompts", "output", "merge", "force")
-    if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
-        raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
-    content = read_bytes(prompts, MAX_BYTES)
-    requests = read_requests(content)
-    if output.exists() and output.samefile(prompts):
-        raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    if not requests:
-        raise click.UsageError(f"{prompts} holds no request")
-    merged = merge(output, digest(content), requests, force)
+    """Put the shards of `output` together, and exit. Raises ShardError if they are not whole."""
+    content, requests = _requests(prompts, output)
+    merged = merge_shards(output, digest(content), requests, force)
     for line in merged.damaged:
         say(f"left out {line}", err=True)
     errors = sum(not done.ok for done in merged.done)
@@ -207,36 +148,21 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
 
 def _run(
-    waiting: "list[BatchLine]",
-    tokenizer: "TokenizerProcess",
-    loads: dict[Any, str],
-    source: "Source",
-    ledger: "Ledger",
-    watch: "Watch",
-    debug: bool,
-    how: dict[str, Any],
-) -> "BatchProgress | None":
+    waiting: list[BatchLine], job: options.Prepared, ledger: Ledger, watch: Watch, debug: bool, how: dict[str, Any]
+) -> BatchProgress | None:
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
-    from zinfer.job.batch import packing
-    from zinfer.job.batch.openai import refusal
-    from zinfer.job.batch.rows import requests_of, split
-    from zinfer.job.batch.run import BatchJob
-    from zinfer.job.driver import Driver
-
-    spec = source.spec
-    machine = options.this_machine(how["nvme_path"])
-    cases = [load.case(source.load_format, spec.dtype, 1, 1) for load in loads]
-    make_worker = watch.workers(next(iter(loads.values())), how["timeout_s"], debug, source.revision)
+    spec, machine = job.source.spec, options.this_machine(how["nvme_path"])
+    make_worker = watch.workers(job.target, how["timeout_s"], debug, job.source.revision)
     with _ended_in_order(watch), Driver(make_worker, watch.loading) as driver:
         driver.start()  # it imports its libraries while prompts are read
-        prompts = _tokenize(waiting, tokenizer, watch)
+        prompts = _tokenize(waiting, job.tokenizer, watch)
         limits = spec.max_position, spec.vocab_size, how["output_len"]
         requests, faults = requests_of(waiting, prompts, *limits, ledger.made)
         ledger.add(map(refusal, faults))
         if not requests:
             return None
         needs = [request.need for request in requests]
-        plan = packing.best_plan(cases, needs, spec, machine, how["nvme_path"])
+        plan = packing.best_plan(job.cases(), needs, spec, machine, how["nvme_path"])
         if not plan.fits:
             raise Failure(str(plan.why_not), ENVIRONMENT)
         fits = packing.fitting(plan.planner(), needs)
@@ -246,11 +172,8 @@ def _run(
 
 
 @contextmanager
-def _ended_in_order(watch: "Watch") -> "Iterator[None]":
+def _ended_in_order(watch: Watch) -> Iterator[None]:
     """Exit with one line where a job fails or is interrupted."""
-    from zinfer.job.batch.run import JobFailed
-    from zinfer.job.signals import Interrupted
-
     try:
         yield
     except JobFailed as failed:
@@ -260,17 +183,8 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
         raise SystemExit(128 + interrupt.signal) from None
 
 
-def _tokenize(
-    waiting: "list[BatchLine]", tokenizer: "TokenizerProcess", watch: "Watch"
-) -> "list[Sequence[int] | Refusal]":
-    """Return each prompt's token ids, or the reason why it has none.
-
-    Raises ModelError if the tokenizer cannot be loaded.
-    """
-    from array import array
-
-    from zinfer.generation.tokenizer_process import Refusal
-
+def _tokenize(waiting: list[BatchLine], tokenizer: TokenizerProcess, watch: Watch) -> list[Sequence[int] | Refusal]:
+    """Return each prompt's token ids, or the reason why it has none. Raises ModelError without a tokenizer."""
     if ends := tokenizer.facts.differing_ends:
         watch.message(ends)
     prompts: list[Sequence[int] | Refusal] = []
@@ -283,14 +197,10 @@ def _tokenize(
     return prompts
 
 
-def _summary(answers: int, errors: int, output: Path, progress: "BatchProgress | None") -> str:
-    from zinfer.core.units import counted, duration, figures
-
+def _summary(answers: int, errors: int, output: Path, progress: BatchProgress | None) -> str:
     counts = f"{counted(answers, 'answer')} and {counted(errors, 'error')} in {output}"
     if progress is None or progress.rate is None:
         return counts
     time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
-    if progress.full_seconds:
-        time += f" ({figures(progress.full_tokens / progress.full_seconds)} while rows waited)"
     drafts = options.drafts_right(progress.drafted, progress.accepted)
     return f"{counts}; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"

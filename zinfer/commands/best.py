@@ -1,50 +1,39 @@
 """`zinfer best`: the best configuration, and the command that runs it."""
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from zinfer.commands.out import say
-from zinfer.commands.prices import price_options
-from zinfer.commands.results import results_options
+from zinfer.analysis import rates, requests
+from zinfer.analysis.group import Group, Points, groups
+from zinfer.analysis.rates import Edge
+from zinfer.analysis.requests import RequestGroup, RequestRates
+from zinfer.checkpoint.resolve import is_wanted
+from zinfer.commands import decision
+from zinfer.commands.decision import GroupDecision, point_row
+from zinfer.commands.failure import Failure
+from zinfer.commands.options import option, price_options
+from zinfer.commands.out import Table, console, say, table_of
+from zinfer.commands.results import choose, results_options, usable
+from zinfer.core.case import Case
+from zinfer.core.errors import NOTHING
+from zinfer.core.units import counted, duration, figures, gib
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from zinfer.analysis.economics import Point
-    from zinfer.analysis.group import Group, Points
-    from zinfer.analysis.rates import Edge
-    from zinfer.analysis.requests import RequestGroup, RequestRates
-    from zinfer.commands.decision import GroupDecision
-    from zinfer.commands.out import Table
-    from zinfer.core.case import Case
-    from zinfer.record.measurement import Measurement
-    from zinfer.record.requests import RequestMetric, RequestPoint
-
-    Answers = dict[Group | RequestGroup, GroupDecision]
+Answers = dict[Group | RequestGroup, GroupDecision]
 
 
 @click.command("best")
 @results_options
-@click.option("-m", "--model", help="Show only this model.")
-@click.option(
-    "--sla",
-    "levels",
-    multiple=True,
-    metavar="METRIC:STATISTIC:<=:VALUE",
-    help="A service level to keep, such as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
-)
-@click.option(
-    "--objective",
-    type=click.Choice(["throughput", "cost", "energy", "latency"]),
-    default="throughput",
-    show_default=True,
-    help="Quantity to choose the best configuration by.",
-)
-@click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
+@option("-m --model", str, "Show only this model.")
+@option("--sla levels", str, "Level to keep, such as ttft:p99:<=:2s. Repeatable.", multiple=True, metavar="LEVEL")
+@option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
 @price_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--json as_json", bool, "Print JSON.")
 def command(results: Path | None, machine: str | None, model: str | None, as_json: bool, **asked: Any) -> None:
     """Name the fastest configuration, what offload gains, and where memory ends: of this machine's results, or of
     RESULTS (a file or a folder).
@@ -60,16 +49,6 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     zinfer best --machine all
     zinfer best --sla 'ttft:p99:<=:30s' --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
     """
-    import json
-
-    from zinfer.analysis import requests
-    from zinfer.analysis.group import groups
-    from zinfer.checkpoint.resolve import is_wanted
-    from zinfer.commands import decision
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.results import choose, usable
-    from zinfer.core.errors import NOTHING
-
     chosen = choose(results, machine)
     records = usable(chosen.read(), chosen, requests_too=True)
     if records.warning:
@@ -77,40 +56,35 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     equal_groups, loads = groups(records.points), requests.groups(records.requests)
     wanted = {group: points for group, points in equal_groups.items() if is_wanted(model, group.model)}
     served = {group: points for group, points in loads.items() if is_wanted(model, group.model)}
-    every: list[Point] = [point for points in wanted.values() for point in points]
-    every += [point for records_of in served.values() for point in records_of]
-    if not any(point.usable for point in every):
+    every: list[Points | Sequence[RequestPoint]] = [*wanted.values(), *served.values()]
+    if not any(point.usable for points in every for point in points):
         names = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*equal_groups, *loads)}))
         raise Failure(f"no usable point of {model} in {chosen.path}; there are {names}", NOTHING)
+    ranks = {group: requests.ranked(points) for group, points in served.items()}
     question = decision.question(**asked)
     answers: Answers = {}
     if question is not None:
-        answers = {group: question.answer(points) for group, points in wanted.items()}
-        ranks = {group: requests.ranked(points) for group, points in served.items()}
         means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
-        for request_group, rows in ranks.items():
-            answers[request_group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
-    if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
-        needs = "--power-usd-kwh" if asked["objective"] == "cost" else "--objective energy"
-        raise Failure(f"{needs} needs a reading of the energy, which NVML gives on a GPU: no point has one")
+        answers |= {group: question.answer(points) for group, points in wanted.items()}
+        for group, rows in ranks.items():
+            answers[group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
     if as_json:
         summaries = [_summary(group, points) for group, points in wanted.items()]
-        summaries += [_request_summary(group, points) for group, points in served.items()]
-        for row, answer in zip(summaries, answers.values(), strict=False):
-            row["decision"] = decision.row(answer)
+        for group, rows in ranks.items():
+            by_load = [_request_row(row) for row in rows]
+            summaries.append({**group.model_dump(), "best": by_load[0] if by_load else None, "by_load": by_load})
+        for summary, answer in zip(summaries, answers.values(), strict=False):
+            summary["decision"] = decision.row(answer)
         click.echo(json.dumps(summaries, indent=1))
     else:
         _print(wanted, answers)
-        _print_requests(served, answers, bool(wanted))
+        _print_requests(served, ranks, answers, bool(wanted))
     if answers and all(answer.decision.point is None for answer in answers.values()):
         raise SystemExit(NOTHING)
 
 
-def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "Answers") -> None:
+def _print(wanted: Mapping[Group, Points], answers: Answers) -> None:
     """Print the groups one after the other, whole models before slices."""
-    from zinfer.analysis import rates
-    from zinfer.commands import decision
-
     both = len({group.layers is None for group in wanted}) == 2
     last: bool | None = None
     for group, points in wanted.items():
@@ -130,11 +104,8 @@ def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "Answers") -
             say("\n" + "\n".join(cautions))
 
 
-def _name_best(group: "Group", points: "Points") -> None:
+def _name_best(group: Group, points: Points) -> None:
     """Print the answer: the best configuration, its ties, and its commands."""
-    from zinfer.analysis import rates
-    from zinfer.commands import decision
-
     winner = rates.winner(points)
     if winner is None:
         say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
@@ -147,12 +118,8 @@ def _name_best(group: "Group", points: "Points") -> None:
     decision.show_commands(winner)
 
 
-def _show(points: "Points") -> None:
+def _show(points: Points) -> None:
     """Print the tables of a group, and the verdicts on offload."""
-    from zinfer.analysis import rates
-    from zinfer.commands import decision
-    from zinfer.commands.out import console
-
     winner = rates.winner(points)
     if winner is None:
         return
@@ -172,20 +139,24 @@ def _show(points: "Points") -> None:
         say(f"{verdict.engine or 'Any engine'}: {verdict.text}")
 
 
-def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
-    """Return the table of the best points of loads, one a row."""
-    from zinfer.analysis import rates
-    from zinfer.commands.out import table_of
-    from zinfer.core.units import duration, figures, gib
+def _ms(value: float | None) -> str:
+    return "" if value is None else duration(value / 1e3)
 
+
+def _figures(value: float | None) -> str:
+    return figures(value) if value else ""
+
+
+def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
+    """Return the table of the best points of loads, one a row."""
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": lambda point: point.case.label(),
         "#best batch": lambda point: str(point.case.workload.batch_size),
         "#tok/s": rates.rate_text,
-        "#TTFT": lambda point: duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
-        "#TPOT": lambda point: duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
-        "#prefill tok/s": lambda point: figures(point.prefill_tok_s) if point.prefill_tok_s else "",
-        "#decode tok/s": lambda point: figures(point.decode_tok_s) if point.decode_tok_s else "",
+        "#TTFT": lambda point: _ms(sum(point.ttft_ms) / len(point.ttft_ms)),
+        "#TPOT": lambda point: _ms(point.tpot_ms or None),
+        "#prefill tok/s": lambda point: _figures(point.prefill_tok_s),
+        "#decode tok/s": lambda point: _figures(point.decode_tok_s),
         "#link share": lambda point: f"{point.link_share:.0%}" if point.link_share else "",
         "#GPU peak": lambda point: gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
@@ -193,17 +164,18 @@ def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
     return table_of(columns, tops, drop=("GPU peak", "link share", "OOM at"))
 
 
-def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answers: "Answers", behind: bool) -> None:
+def _print_requests(
+    served: dict[RequestGroup, tuple[RequestPoint, ...]],
+    ranks: dict[RequestGroup, list[RequestRates]],
+    answers: Answers,
+    behind: bool,
+) -> None:
     """Print the groups of loads of requests, `behind` others."""
-    from zinfer.analysis import rates, requests
-    from zinfer.commands import decision
-    from zinfer.commands.out import console
-
     if served:
         click.echo("\nREQUESTS: of different lengths, which come and end at any time\n\n" * behind, nl=False)
     for number, (group, points) in enumerate(served.items()):
         click.echo("\n" * (number > 0), nl=False)
-        rows = requests.ranked(points)
+        rows = ranks[group]
         if group in answers and rows:
             decision.show(answers[group])
         elif rows:
@@ -217,24 +189,20 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
         console().print(_request_table(rows))
         if any(row.point.case.lossy for row in rows):
             say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
-        single = sum(len(row.rates) == 1 for row in rows)
         cautions = list(rates.conditions([row.point for row in rows]))
-        if single:
+        if single := sum(len(row.rates) == 1 for row in rows):
             some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
             cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
         say("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
 
 
-def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
+def _name(group: RequestGroup, rows: list[RequestRates]) -> None:
     """Name the best of ranked configurations, ties, and commands."""
-    from zinfer.commands import decision
-    from zinfer.core.units import counted, duration, figures
-
     first, *others = rows
     point, e2e = first.point, first.point.summary("e2e_ms")
     rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
-        rate_text = f"E2E {duration(e2e.mean / 1e3)}, {rate_text}"
+        rate_text = f"E2E {_ms(e2e.mean)}, {rate_text}"
     say(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
     alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
     if alike:
@@ -242,17 +210,11 @@ def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
     decision.show_commands(point)
 
 
-def _request_table(rows: "list[RequestRates]") -> "Table":
-    from zinfer.commands.out import table_of
-    from zinfer.core.units import duration, figures, gib
+def _request_table(rows: list[RequestRates]) -> Table:
+    def summary(row: RequestRates, time: RequestMetric, name: str) -> str:
+        return _ms(getattr(row.point.summary(time), name, None))
 
-    def ms(value: float | None) -> str:
-        return "" if value is None else duration(value / 1e3)
-
-    def summary(row: "RequestRates", time: "RequestMetric", name: str) -> str:
-        return ms(getattr(row.point.summary(time), name, None))
-
-    def spread(row: "RequestRates") -> str:
+    def spread(row: RequestRates) -> str:
         return f"{figures(min(row.rates))} to {figures(max(row.rates))}" if len(row.rates) > 1 else ""
 
     columns: dict[str, Callable[[RequestRates], str]] = {
@@ -260,9 +222,9 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
         "#loads": lambda row: str(len(row.rates)),
         "#tok/s": lambda row: figures(row.mean),
         "#range": spread,
-        "#steady tok/s": lambda row: "" if row.point.steady_tok_s is None else figures(row.point.steady_tok_s),
+        "#steady tok/s": lambda row: _figures(row.point.steady_tok_s),
         "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
-        "#TPOT": lambda row: ms(row.point.tpot_ms),
+        "#TPOT": lambda row: _ms(row.point.tpot_ms),
         "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
         "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
         "#GPU peak": lambda row: gib(row.point.gpu_peak_bytes) if row.point.gpu_peak_bytes else "",
@@ -270,89 +232,37 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
     return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
 
 
-def _request_summary(group: "RequestGroup", points: "tuple[RequestPoint, ...]") -> dict[str, Any]:
-    """Return a group of loads of requests as JSON."""
-    from zinfer.analysis import requests
-
-    rows = [_request_rates(row) for row in requests.ranked(points)]
-    return {**group.model_dump(), "best": rows[0] if rows else None, "by_load": rows}
-
-
-def _request_rates(row: "RequestRates") -> dict[str, Any]:
-    from zinfer.analysis import reproduce
-    from zinfer.commands.decision import configuration
-    from zinfer.record.requests import METRICS
-
-    point = row.point
-    again, use = reproduce.commands(point)
-    times = {name: point.summary(name) for name in METRICS}
+def _request_row(row: RequestRates) -> dict[str, Any]:
+    """Return a configuration's loads of requests as JSON."""
+    times = {name: row.point.summary(name) for name in METRICS}
     return {
-        **configuration(point),
-        "lossy": point.case.lossy,
+        **(point_row(row.point) or {}),
+        "lossy": row.point.case.lossy,
         "loads": len(row.rates),
         "output_tok_s": row.mean,
         "output_tok_s_of_loads": row.rates,
+        "steady_tok_s": row.point.steady_tok_s,
+        "drafts_right": row.point.drafts_right,
         **{name: time and time._asdict() for name, time in times.items()},
-        **{
-            name: getattr(point, name) for name in ("steady_tok_s", "drafts_right", "gpu_peak_bytes", "host_peak_bytes")
-        },
-        "command": again,
-        "use_command": use,
     }
 
 
-def _summary(group: "Group", points: "Points") -> dict[str, Any]:
+def _summary(group: Group, points: Points) -> dict[str, Any]:
     """Return a group as JSON, in ms and bytes."""
-    from zinfer.analysis import rates
-
-    offloads = []
-    for verdict in rates.offload_verdicts(points):
-        comparison = verdict.comparison
-        offloads.append(
-            {
-                "engine": verdict.engine,
-                "offload": verdict.offload,
-                "gain": comparison.gain,
-                "verdict": comparison.change.verdict if comparison.change else None,
-                "best": _point(comparison.best),
-                "baseline": _point(comparison.baseline),
-                "equal_batch": [
-                    {"batch_size": equal.after_case.workload.batch_size, "ratio": equal.ratio, "verdict": equal.verdict}
-                    for equal in comparison.equal
-                ],
-                "words": verdict.text,
-            }
-        )
-    edges = [
-        {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}
-        | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}
-        for edge in rates.edges(points)
-    ]
     return {
         **group.model_dump(),
-        "best": _point(rates.winner(points)),
-        "best_by_load": [_point(point) for point in rates.best_by_load(rates.exact(points))],
-        "lossy_by_load": [_point(point) for point in rates.best_by_load(rates.lossy(points))],
-        "offload": offloads,
-        "edges": edges,
-    }
-
-
-def _point(point: "Measurement | None") -> dict[str, Any] | None:
-    from zinfer.analysis import rates, reproduce
-    from zinfer.commands.decision import configuration
-
-    if point is None:
-        return None
-    spread = rates.spread(point.output_tok_s_samples)
-    names = "output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share"
-    again, use = reproduce.commands(point)
-    return {
-        **configuration(point),
-        "batch_size": point.case.workload.batch_size,
-        **{name: getattr(point, name) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
-        "output_tok_s_half_width": spread and spread.half_width,
-        "ttft_ms": sum(point.ttft_ms) / len(point.ttft_ms),
-        "command": again,
-        "batch_command": use,
+        "best": point_row(rates.winner(points)),
+        "best_by_load": [point_row(point) for point in rates.best_by_load(rates.exact(points))],
+        "lossy_by_load": [point_row(point) for point in rates.best_by_load(rates.lossy(points))],
+        "offload": [
+            {"engine": verdict.engine, "offload": verdict.offload, "gain": verdict.comparison.gain}
+            | {"verdict": change and change.verdict, "words": verdict.text}
+            for verdict in rates.offload_verdicts(points)
+            for change in [verdict.comparison.change]
+        ],
+        "edges": [
+            {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}
+            | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}
+            for edge in rates.edges(points)
+        ],
     }

@@ -1,33 +1,19 @@
 """Lists of `zinfer plan --list`: the models and the machines of the catalogue."""
 
-import json
 from collections.abc import Callable
 
-import click
-
+from zinfer.analysis.economics import list_price
+from zinfer.checkpoint import quantization, resolve
 from zinfer.commands.out import console, table, table_of
+from zinfer.core.machine import FIGURES, Machine, catalogue_names
+from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb, gib
+from zinfer.system.machines import load
 
 
-def models(name: str | None, as_json: bool) -> None:
+def models(name: str | None) -> None:
     """Print the catalogue's models with their sizes as released, or one: of a catalogue name, a folder, a hub id."""
-    from zinfer.checkpoint import quantization, resolve
-    from zinfer.core.model import ModelSpec
-
     specs = [resolve.resolve(name)] if name else [resolve.from_catalogue(entry) for entry in resolve.catalogue_names()]
-    if as_json:
-        keys = (
-            "parameters",
-            "expert_parameters",
-            "weight_bytes",
-            "stored_bytes",
-            "layer_bytes",
-            "other_bytes",
-            "kv_bytes_per_token",
-        )
-        rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
-        click.echo(json.dumps(rows, indent=1))
-        return
     columns: dict[str, Callable[[ModelSpec], str]] = {
         "model": lambda spec: spec.name,
         "#parameters": lambda spec: (
@@ -45,21 +31,14 @@ def models(name: str | None, as_json: bool) -> None:
     console().print(table_of(columns, specs, drop=("other", "per layer", "architecture", "KV per token")))
 
 
-def machines(name: str | None, as_json: bool) -> None:
+def machines(name: str | None) -> None:
     """Print the catalogue's machines, or one with the sources of its figures."""
-    from zinfer.analysis.economics import list_price
-    from zinfer.core.machine import FIGURES, Machine, catalogue_names
-    from zinfer.system.machines import load
-
-    described = [load(entry) for entry in ([name] if name else catalogue_names())]
-    if as_json:
-        click.echo(json.dumps([machine.model_dump(mode="json") for machine in described], indent=1))
-        return
     if name:
-        cells, price = [(field, described[0].describe(field)) for field in FIGURES], list_price(described[0])
+        machine = load(name)
+        cells, price = [(field, machine.describe(field)) for field in FIGURES], list_price(machine)
         listed = "unknown" if price is None else f"{price.usd_per_gpu_hour} (assumed: {price.source}, {price.date})"
         cells.append(("USD a GPU-hour", listed))
-        console().print(table("", ("figure", described[0].note or described[0].name), cells))
+        console().print(table("", ("figure", machine.note or machine.name), cells))
         return
 
     def rate(value: float | None) -> str:
@@ -83,4 +62,5 @@ def machines(name: str | None, as_json: bool) -> None:
         "#USD/h (assumed)": usd,
         "source": lambda machine: machine.source,
     }
-    console().print(table_of(columns, described, drop=("GPU", "source", "bf16 matrix products", "bandwidth of it")))
+    drop = ("GPU", "source", "bf16 matrix products", "bandwidth of it")
+    console().print(table_of(columns, map(load, catalogue_names()), drop=drop))

@@ -7,21 +7,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import SIZE, chat_template, together
+from zinfer.commands.options import SIZE, chat_template, option, together
+from zinfer.core.model import ModelError
+from zinfer.core.request import Request, Sampling, nth_seed
+from zinfer.core.units import duration, figures
+from zinfer.generation.dialogue import Dialogue
 from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
-
-if TYPE_CHECKING:
-    from zinfer.core.request import Request, Sampling
-    from zinfer.generation.dialogue import Dialogue
-    from zinfer.worker.process import Client
-    from zinfer.worker.tasks import BatchStart, BatchStepped
+from zinfer.worker.process import Client
+from zinfer.worker.tasks import BatchStart, BatchStepped
 
 ANSWER = 512  # default limit of an answer, in tokens
 WAIT_S = 0.2  # wait for a line of the terminal at a time
@@ -29,14 +29,11 @@ CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if 
 
 
 chat_options = together(  # that only a conversation has
-    click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
-    click.option("--system", help="System message, before the first turn."),
+    option("--chat", bool, "Conversation: each prompt, else each line of stdin, is a turn."),
+    option("--system", str, "System message, before the first turn."),
     chat_template,
-    click.option(
-        "--kv-cache-size", type=SIZE, default="8GiB",
-        help="Most host memory for KV caches of conversations, as 8GiB.",
-    ),
-)  # fmt: skip
+    option("--kv-cache-size", SIZE, "Most host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
+)
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:
@@ -69,10 +66,7 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
 
 
 def _until_typed() -> None:
-    """Wait until the terminal has a line, a moment at a time.
-
-    A signal that arrives just before a wait begins is handled when the wait is over.
-    """
+    """Wait until the terminal has a line: a moment at a time, so that signals are handled."""
     while not select.select([sys.stdin], [], [], WAIT_S)[0]:
         pass
 
@@ -101,60 +95,44 @@ class Stop:
             raise KeyboardInterrupt from None
 
 
-class AnswerLimits(NamedTuple):
-    """Limits of an answer, in tokens, and how tokens are chosen."""
-
-    output_len: int
-    positions: int | None
-    sampling: "Sampling"
-    ignore_eos: bool = False
-
-    def left(self, length: int) -> int:
-        """Return the limit of an answer to a conversation of `length` tokens. Raises ModelError for none."""
-        from zinfer.core.model import ModelError
-
-        left = self.output_len if self.positions is None else min(self.output_len, self.positions - length)
-        if left < 1:
-            raise ModelError(f"the conversation has {length} tokens, and the model {self.positions} positions")
-        return left
-
-
 def prompt_request(
-    number: int, ids: list[int], left: int, sampling: "Sampling", ignore_eos: bool, chat: bool = False
-) -> "Request":
+    number: int, ids: list[int], left: int, sampling: Sampling, ignore_eos: bool, chat: bool = False
+) -> Request:
     """Return the request for a streamed answer; `number` is its key, and seeds it."""
-    from zinfer.core.request import Request, nth_seed
-
     seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
     return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, chat=chat, stream=True)
 
 
 def talk(
-    worker: "Client",
-    dialogue: "Dialogue",
+    worker: Client,
+    dialogue: Dialogue,
     prompts: Iterable[str],
-    opening: "BatchStart",
-    limits: AnswerLimits,
+    opening: BatchStart,
+    limits: tuple[int, int | None, Sampling, bool],
     on_message: Callable[[str], None],
     as_json: bool,
 ) -> None:
-    """Hold a conversation of the turns `prompts` with a loaded worker.
+    """Hold a conversation of the turns `prompts` with a loaded worker: each is a batch of one row.
 
-    Each answer is a row of a batch of one row, which keeps the KV cache of each for the next turn. Raises ModelError
-    for a turn that has no tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    `limits` are output tokens, positions, sampling, and whether to go past an end. Raises ModelError for a turn without
+    tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
+    output_len, positions, sampling, ignore_eos = limits
     if not dialogue.template:
         on_message("the model has no chat template: turns and answers follow each other as they are")
     started = worker.ask(opening)
     if started.cannot_reuse is not None:
         on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
 
-    def step(*requests: "Request", **fields: Any) -> "BatchStepped":
+    def step(*requests: Request, **fields: Any) -> BatchStepped:
         return worker.step(requests, answer_s=0, **fields)
 
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)
-        request = prompt_request(number, ids, limits.left(len(ids)), limits.sampling, limits.ignore_eos, chat=True)
+        left = output_len if positions is None else min(output_len, positions - len(ids))
+        if left < 1:
+            raise ModelError(f"the conversation has {len(ids)} tokens, and the model {positions} positions")
+        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True)
         answer = _Answer(as_json)
         with Stop() as stop:
             answer.add(step(request))
@@ -163,7 +141,7 @@ def talk(
         if answer.finish_reason is None:
             answer.text = step(drop=[number]).dropped[number]
         dialogue.answered(answer.output_ids, answer.text)
-        more = len(answer.output_ids) - 1
+        rate = (len(answer.output_ids) - 1) / answer.decode_s if answer.decode_s else None
         turn = {
             "turn": number + 1,
             "prompt": prompt,
@@ -173,10 +151,12 @@ def talk(
             "reloaded_tokens": answer.reloaded,
             "computed_tokens": len(ids) - answer.reloaded,
             "ttft_s": round(answer.ttft_s, 6),
-            "decode_tok_s": round(more / answer.decode_s, 3) if answer.decode_s else None,
+            "decode_tok_s": rate and round(rate, 3),
         }
         click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
-        on_message(summary(turn))
+        tokens = f"{answer.reloaded:,} tokens reloaded, {turn['computed_tokens']:,} computed"
+        then = "" if rate is None else f", then {figures(rate)} tok/s"
+        on_message(f"[{tokens}: TTFT {duration(answer.ttft_s)}{then}]")
 
 
 @dataclass
@@ -191,7 +171,7 @@ class _Answer:
     ttft_s: float = 0.0
     decode_s: float = 0.0
 
-    def add(self, step: "BatchStepped") -> None:
+    def add(self, step: BatchStepped) -> None:
         """Add the new tokens of a pass. Raises Failure where the row failed."""
         if self.output_ids:
             self.decode_s += step.seconds
@@ -205,12 +185,3 @@ class _Answer:
             self.finish_reason, self.reloaded = update.finish_reason, update.cached
             if update.delta and not self.as_json:
                 show_generated(update.delta)
-
-
-def summary(turn: dict[str, Any]) -> str:
-    """Return one line about a turn. Tokens reloaded and computed, TTFT, decode rate."""
-    from zinfer.core.units import duration, figures
-
-    rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"
-    tokens = f"{turn['reloaded_tokens']:,} tokens reloaded, {turn['computed_tokens']:,} computed"
-    return f"[{tokens}: TTFT {duration(turn['ttft_s'])}{rate}]"

@@ -3,17 +3,22 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import get_args
 
 import click
 
+from zinfer.analysis.compare import HIGHER_IS_BETTER, Change, CompareError, Comparison, Metric, compare
 from zinfer.commands import options
+from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.out import console, say, table
+from zinfer.core.case import Case
+from zinfer.core.errors import NOTHING, REGRESSION
+from zinfer.core.units import counted, duration, figures, gib
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import read
 
-if TYPE_CHECKING:
-    from zinfer.analysis.compare import Change, Comparison, Metric
-    from zinfer.record.measurement import Measurement
-
-METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+METRICS = get_args(Metric)
 _MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
@@ -28,21 +33,15 @@ def _share(text: str) -> float:
 @click.command("compare")
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
-@click.option("--metric", type=click.Choice(METRICS), default="output_tok_s", help="Metric to compare.")
-@click.option(
-    "--across", type=options.Words(AXES), help=f"Fields in which matched cases may differ: {', '.join(AXES)}."
-)
-@click.option(
-    "--fail-on-regression",
-    "allowed",
-    type=options.Parsed("PERCENT", _share),
+@option("--metric", click.Choice(METRICS), "Metric to compare.", default="output_tok_s")
+@option("--across", options.Words(AXES), f"Fields in which matched cases may differ: {', '.join(AXES)}.")
+@option(
+    "--fail-on-regression allowed",
+    options.Parsed("PERCENT", _share),
+    "Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
     metavar="PERCENT",
-    help="Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(
-    before: Path, after: Path, metric: "Metric", across: tuple[str, ...] | None, allowed: float | None, as_json: bool
-) -> None:
+def command(before: Path, after: Path, metric: Metric, across: tuple[str, ...] | None, allowed: float | None) -> None:
     """Compare result file B with A, case by case. The machine is not part of a case: files of different machines or
     versions can be compared, and differences between them are printed first.
 
@@ -53,13 +52,6 @@ def command(
     zinfer compare main.jsonl branch.jsonl --fail-on-regression 5%
     zinfer compare stream.jsonl deepspeed.jsonl --across engine --metric tpot_ms
     """
-    import json
-
-    from zinfer.analysis.compare import CompareError, compare
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import REGRESSION
-    from zinfer.core.units import counted
-
     ours, theirs, axes = _points(before), _points(after), across or ()
     for path, side in ((before, ours), (after, theirs)):
         try:
@@ -69,33 +61,23 @@ def command(
     comparison = compare(ours, theirs, metric, axes)
     if not comparison.changes:
         raise Failure(_nothing_common(before, after, comparison))
-    worse = [] if allowed is None else [change for change in comparison.changes if change.regressed(allowed)]
-    if as_json:
-        click.echo(json.dumps(_summary(before, after, metric, comparison, allowed, worse), indent=1))
-    else:
-        _show(before, after, metric, comparison)
-    if worse:
+    _show(before, after, metric, comparison)
+    if worse := [change for change in comparison.changes if allowed is not None and change.regressed(allowed)]:
         which = ", ".join(f"{change.label} batch {change.after_case.workload.batch_size}" for change in worse[:3])
         more = f" and {len(worse) - 3} more" if len(worse) > 3 else ""
-        raise Failure(
-            f"{len(worse)} of {counted(len(comparison.changes), 'point')} regressed: {which}{more}", REGRESSION
-        )
+        points = counted(len(comparison.changes), "point")
+        raise Failure(f"{len(worse)} of {points} regressed: {which}{more}", REGRESSION)
 
 
-def _points(path: Path) -> "tuple[Measurement, ...]":
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.out import say
-    from zinfer.core.errors import NOTHING
-    from zinfer.record.store import read
-
+def _points(path: Path) -> tuple[Measurement, ...]:
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
     if not path.exists():
         raise Failure(f"{path} does not exist: name a results file", NOTHING)
     records = read(path)
+    if records.requests and not records.points:
+        raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)
     if not records.points:
-        if records.requests:
-            raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)
         lost = f" ({records.warning})" if records.warning else ""
         raise Failure(f"no results in {path}{lost}: measure first, with `zinfer sweep`", NOTHING)
     if records.warning:
@@ -103,10 +85,8 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
     return records.points
 
 
-def _nothing_common(before: Path, after: Path, comparison: "Comparison") -> str:
+def _nothing_common(before: Path, after: Path, comparison: Comparison) -> str:
     """Return the message for files without a common case."""
-    from zinfer.core.case import Case
-
     sides = [[point.case for point in points] for points in (comparison.only_before, comparison.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):
         ours, theirs = ({str(getattr(case, field) or "none") for case in side} for side in sides)
@@ -117,14 +97,10 @@ def _nothing_common(before: Path, after: Path, comparison: "Comparison") -> str:
     return f"no case is in both {before} and {after}: their batch sizes, lengths or combinations of settings differ"
 
 
-def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison") -> None:
-    from zinfer.analysis.compare import HIGHER_IS_BETTER
-    from zinfer.commands.out import console, say, table
-
+def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> None:
     say(f"A: {before}\nB: {after}")
     for name, ours, theirs in comparison.differences:
         say(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
-    out = console()
     sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
     sections: dict[str, list[Change]] = {}
     for change in comparison.changes:
@@ -132,17 +108,11 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
     for title, changes in sections.items():
         say(f"\n{title}\n{metric}, {sense} is better")
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
-        text = partial(_amount, metric=metric)
-        rows = [
-            (
-                change.label,
-                str(change.after_case.workload.batch_size),
-                *change.cells(text),
-                _MARKS.get(change.verdict, change.verdict),
-            )
-            for change in changes
-        ]
-        out.print(table("", columns, rows))
+        rows = []
+        for change in changes:
+            mark, batch = _MARKS.get(change.verdict, change.verdict), change.after_case.workload.batch_size
+            rows.append((change.label, str(batch), *change.cells(partial(_amount, metric=metric)), mark))
+        console().print(table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
         say("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")
@@ -154,7 +124,7 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
             say(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
 
 
-def _title(change: "Change") -> str:
+def _title(change: Change) -> str:
     case = change.after_case
     part = "" if case.layers is None else f", {case.layers} layers"
     weights = "dummy weights" if case.load_format == "dummy" else "weights of the checkpoint"
@@ -162,49 +132,7 @@ def _title(change: "Change") -> str:
     return f"{case.model}{part}, {lengths} · {weights} · {case.dtype}"
 
 
-def _amount(value: float, metric: "Metric") -> str:
-    from zinfer.core.units import duration, figures, gib
-
+def _amount(value: float, metric: Metric) -> str:
     if metric == "gpu_peak_bytes":
         return gib(value, 2)
     return duration(value / 1e3) if metric.endswith("_ms") else f"{figures(value)} tok/s"
-
-
-def _summary(
-    before: Path, after: Path, metric: "Metric", comparison: "Comparison", allowed: float | None, worse: "list[Change]"
-) -> dict[str, Any]:
-    """Return the comparison as JSON; changes are shares of A."""
-    from zinfer.analysis.compare import HIGHER_IS_BETTER
-
-    return {
-        "a": str(before),
-        "b": str(after),
-        "metric": metric,
-        "higher_is_better": HIGHER_IS_BETTER[metric],
-        "differences": [difference._asdict() for difference in comparison.differences],
-        "points": [
-            {
-                "case": change.before_case.model_dump(mode="json"),
-                "case_b": change.after_case.model_dump(mode="json"),
-                "status_a": change.before_status,
-                "status_b": change.after_status,
-                "a": change.before.mean,
-                "b": change.after.mean,
-                "half_width_a": change.before.noise,
-                "half_width_b": change.after.noise,
-                "change": change.relative,
-                "noise": change.noise,
-                "verdict": change.verdict,
-                "regressed": None if allowed is None else change in worse,
-            }
-            for change in comparison.changes
-        ],
-        "only_in_a": [_lonely(point) for point in comparison.only_before],
-        "only_in_b": [_lonely(point) for point in comparison.only_after],
-        "allowed": allowed,
-        "regressions": len(worse) if allowed is not None else None,
-    }
-
-
-def _lonely(point: "Measurement") -> dict[str, Any]:
-    return {"case": point.case.model_dump(mode="json"), "status": point.status}

@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import click
-from pydantic import ValidationError
 
-from zinfer.analysis.best import Decision, Objective, decide, known_cost
-from zinfer.analysis.economics import EconomicsError, Fleet, Point, Prices, fleet, parse_demand
+from zinfer.analysis import rates, reproduce
+from zinfer.analysis.best import Decision, Objective, decide
+from zinfer.analysis.economics import Fleet, Point, Prices, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
@@ -23,10 +23,7 @@ class GroupDecision(NamedTuple):
     decision: Decision
     prices: Prices
     fleet: Fleet | None
-    show_front: bool
-    too_slow: float | None = (
-        None  # seconds of one batch, or of a mean request, if that alone is longer than the deadline
-    )
+    too_slow: float | None  # seconds of one batch, or of a mean request, if that alone is longer than the deadline
 
 
 class DecisionCriteria(NamedTuple):
@@ -38,8 +35,7 @@ class DecisionCriteria(NamedTuple):
     demand: tuple[float, float] | None
     utilisation: float
     spare: int
-    pareto: bool
-    due: bool = False  # a deadline was given
+    due: bool  # a deadline was given
 
     def answer(
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
@@ -53,105 +49,83 @@ class DecisionCriteria(NamedTuple):
             if self.due and alone_s > self.demand[1]:
                 too_slow = alone_s
             else:
-                gpus = self.prices.gpus_per_server
-                machines = fleet(decision.point, *self.demand, self.utilisation, self.spare, gpus)
-        return GroupDecision(decision, self.prices, machines, self.pareto, too_slow)
+                machines = fleet(point, *self.demand, self.utilisation, self.spare)
+        return GroupDecision(decision, self.prices, machines, too_slow)
 
 
 def question(
     levels: tuple[str, ...],
     objective: Objective,
-    pareto: bool,
-    demand: str | None,
-    deadline: str | None,
-    utilisation: float,
-    spare: int,
-    **prices: float | int | None,
+    demand: str | None = None,
+    deadline: str | None = None,
+    utilisation: float = 0.8,
+    spare: int = 1,
+    gpu_hour_usd: float | None = None,
 ) -> DecisionCriteria | None:
-    """Return the criteria that the options state, or None.
-
-    Raises UsageError or EconomicsError.
-    """
+    """Return the criteria that the options state, or None. Raises UsageError or EconomicsError."""
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
-    try:
-        paid = Prices.model_validate(prices)
-    except ValidationError as error:
-        raise EconomicsError(f"a price is a number of USD, 0 or more: {error.errors()[0]['msg']}") from None
-    if not (levels or pareto or demand or paid.known or objective != "throughput"):
+    paid = Prices(gpu_hour_usd=gpu_hour_usd)
+    if not (levels or demand or paid.known or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
     return DecisionCriteria(
-        tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, pareto, deadline is not None
+        tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, deadline is not None
     )
+
+
+def lines(answer: GroupDecision, noun: str = "point") -> list[str]:
+    """Return the answer in a few lines: of points, or as `noun` says of plans."""
+    decision, point = answer.decision, answer.decision.point
+    shown, predicted = point or decision.nearest, noun == "plan"
+    if shown is None:
+        return [f"No {noun} is usable."]
+    levels = [
+        f"  {check.sla.describe()}: predicted {check.value}{check.missed}"
+        if predicted
+        else f"  {check.describe()}{check.missed}"
+        for check in decision.kept
+    ]
+    if point is None:
+        return [f"No {noun} of {decision.usable} keeps every level. The nearest is {_named(shown)}:", *levels]
+    rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"
+    choice = f"{decision.keeping} of {counted(decision.usable, noun)} to choose from"
+    head = f"Best by {decision.objective}, {choice}: {_named(point)}{rate}"
+    return [head, *levels, *(f"  {line}" for line in costs(answer))]
 
 
 def show(answer: GroupDecision) -> None:
     """Print the answer in a few lines."""
-    decision, point = answer.decision, answer.decision.point
-    if point is None:
-        if decision.unknown:
-            say(f"The {decision.objective} is not known for any of {decision.keeping} points.")
-        else:
-            say(f"No point of {decision.usable} keeps every level." if decision.usable else "No point is usable.")
-        if decision.nearest is not None:
-            say(f"The nearest is {_named(decision.nearest)}:")
-            for check in decision.kept:
-                say(f"  {check.describe()}{check.missed}")
-        _show_lossy(decision)
-        return
-    choice = f"{decision.keeping} of {counted(decision.usable, 'point')} to choose from"
-    say(f"Best by {decision.objective}, {choice}: {_named(point)}, {figures(point.output_tok_s or 0)} tok/s")
-    if decision.unknown:
-        say(f"  {decision.unknown} of them are left out: their {decision.objective} is not known")
-    for check in decision.kept:
-        say(f"  {check.describe()}")
-    for line in costs(answer):
-        say(f"  {line}")
-    show_commands(point)
-    _show_lossy(decision)
-    if answer.show_front:
-        say("\nPareto front of output tok/s and tok/s of one user:")
-        for front_point in decision.front:
-            user = 1e3 / front_point.tpot_ms if front_point.tpot_ms else 0.0
-            say(f"  {_named(front_point)}: {figures(front_point.output_tok_s or 0)} tok/s, {figures(user)} a user")
-
-
-def _show_lossy(decision: "Decision") -> None:
-    if decision.lossy is not None:
-        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
+    say("\n".join(lines(answer)))
+    if answer.decision.point is not None:
+        show_commands(answer.decision.point)
+    if answer.decision.lossy is not None:
+        say(f"Best lossy setting, ranked apart: {_named(answer.decision.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Point) -> None:
     """Print the commands that use and that measure a point."""
-    from zinfer.analysis import reproduce
-
     again, use = reproduce.commands(point)
-    click.echo(f"  use it:     {use}")
-    click.echo(f"  reproduce:  {again}")
+    click.echo(f"  use it:     {use}\n  reproduce:  {again}")
 
 
 def costs(answer: GroupDecision) -> list[str]:
-    cost, machines = answer.decision.cost, answer.fleet
+    cost, machines, point = answer.decision.cost, answer.fleet, answer.decision.point
     lines = []
     if cost is not None and cost.usd_per_mtok is not None:
         lines.append(f"{figures(cost.usd_per_mtok)} USD a million output tokens")
-    elif answer.prices.known:
-        lines.append("USD not known: --power-usd-kwh needs a reading of the energy, and this point has none")
     if cost is not None and cost.j_per_token is not None:
         lines.append(f"{figures(cost.j_per_token)} J an output token ({cost.method})")
     if answer.too_slow is not None:
-        unit = "one batch" if isinstance(answer.decision.point, Measurement) else "a request"
+        unit = "one batch" if isinstance(point, Measurement) else "a request"
         lines.append(f"{unit} takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
     elif machines is not None:
         lines.append(
             f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "
-            f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare, "
-            f"{counted(machines.servers, 'server')} of {answer.prices.gpus_per_server}"
+            f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare"
         )
-    layers = answer.decision.point.case.layers if answer.decision.point else None
-    if lines and layers is not None:
-        lines.append(f"all figures are for {counted(layers, 'layer')}, not for the model")
+    if lines and point is not None and point.case.layers is not None:
+        lines.append(f"all figures are for {counted(point.case.layers, 'layer')}, not for the model")
     return lines
 
 
@@ -162,48 +136,40 @@ def _named(point: Point) -> str:
 
 def row(answer: GroupDecision) -> dict[str, Any]:
     """Return the answer as JSON: seconds, USD, J; null is unknown."""
-    from zinfer.analysis import reproduce
-
     decision, machines = answer.decision, answer.fleet
-    again, use = (None, None) if decision.point is None else reproduce.commands(decision.point)
     return {
         "objective": decision.objective,
-        **{name: _brief(getattr(decision, name), answer.prices) for name in ("point", "lossy", "nearest")},
-        "command": again,
-        "batch_command": use,
+        **{name: point_row(getattr(decision, name), answer.prices) for name in ("point", "lossy", "nearest")},
         "levels": [
-            {
-                "level": check.sla.describe(),
-                "actual": check.actual,
-                "samples": check.samples,
-                "ok": check.ok,
-                "missed_by": check.miss if check.actual is not None else None,
-            }
+            {"level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok}
             for check in decision.kept
         ],
         "keeping": decision.keeping,
         "usable": decision.usable,
-        "pareto": [_brief(point, answer.prices) for point in decision.front],
-        "fleet": None if machines is None else machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
+        "fleet": machines and machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
     }
 
 
-def configuration(point: Point) -> dict[str, Any]:
-    """Return the configuration of a point as JSON."""
-    case = point.case
-    return {"engine": case.engine, "offload": case.offload, "weights": case.weights, "options": dict(case.options)}
-
-
-def _brief(point: Point | None, prices: Prices) -> dict[str, Any] | None:
+def point_row(point: Point | None, prices: Prices | None = None) -> dict[str, Any] | None:
+    """Return a point as JSON: configuration, rates, cost, commands; null is unknown."""
     if point is None:
         return None
-    paid = known_cost(point, prices)
+    case, paid = point.case, cost(point, prices or Prices())
+    measured = point if isinstance(point, Measurement) else None
+    spread = rates.spread(measured.output_tok_s_samples) if measured else None
+    names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")
+    again, use = reproduce.commands(point)
     return {
-        **configuration(point),
-        "batch_size": point.case.workload.batch_size if isinstance(point, Measurement) else None,
-        "output_tok_s": point.output_tok_s,
-        "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
+        "engine": case.engine,
+        "offload": case.offload,
+        "weights": case.weights,
+        "options": dict(case.options),
+        "batch_size": case.workload.batch_size if measured else None,
+        **{name: getattr(point, name, None) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
+        "output_tok_s_half_width": spread and spread.half_width,
+        "ttft_ms": fmean(measured.ttft_ms) if measured else None,
         "usd_per_mtok": paid.usd_per_mtok,
         "j_per_token": paid.j_per_token,
-        "energy_method": paid.method,
+        "command": again,
+        "use_command": use,
     }

@@ -2,19 +2,21 @@
 
 import io
 import shutil
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from zinfer.analysis import rates
+from zinfer.commands.out import say
+from zinfer.core.errors import PARTIAL
+from zinfer.core.machine import Machine
+from zinfer.core.units import counted, figures
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import read
+from zinfer.system import local
 
-    from zinfer.core.machine import Machine
-    from zinfer.record.measurement import Measurement
-
-RECIPE = "demo"
 NOISY = 0.2  # half of the confidence interval, as a share of the mean, from which on a warning is due
 
 
@@ -24,20 +26,15 @@ def command(ctx: click.Context) -> None:
     """Measure a 15 MB model with every engine of this machine. Draws the figures, names the best configuration, and
     explains the results; runs on a GPU or the CPU. Takes two minutes; a second run goes on where the first one ended.
     """
-    from zinfer.commands.out import say
-    from zinfer.core.errors import PARTIAL
-    from zinfer.record.store import read
-    from zinfer.system import local
-
     click.echo("1 of 3: measure (zinfer sweep demo --resume)", err=True)
     printed = io.StringIO()
     with redirect_stdout(printed):
-        code = _run(ctx, "sweep", RECIPE, "--resume")
+        code = _run(ctx, "sweep", "demo", "--resume")
     if code not in (0, PARTIAL):
         raise SystemExit(code)
     results = printed.getvalue().strip()
-    for step, verb in enumerate(("plot", "best"), start=2):
-        click.echo(f"{step} of 3: {'draw' if verb == 'plot' else 'decide'} (zinfer {verb} {results})\n", err=True)
+    for step, verb in ("2 of 3: draw", "plot"), ("3 of 3: decide", "best"):
+        click.echo(f"{step} (zinfer {verb} {results})\n", err=True)
         if ended := _run(ctx, verb, results):
             raise SystemExit(ended)
     say("\n" + explanation(read(Path(results)).points, local.this_machine()))
@@ -54,23 +51,20 @@ def _run(ctx: click.Context, *words: str) -> int:
     return 0
 
 
-def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
+def explanation(points: Sequence[Measurement], machine: Machine) -> str:
     """Return the text below the answer."""
-    from zinfer.analysis import rates
-    from zinfer.core.units import counted, figures
-
     usable = [point for point in points if point.usable]
     cases = [point.case for point in usable]
-    batches = sorted({case.workload.batch_size for case in cases})
-    engines = sorted({case.engine for case in cases})
+    batches = [case.workload.batch_size for case in cases]
     gpu = machine.gpu_name if machine.gpu_count else None
     best = rates.winner(usable)
+    runs = max(len(point.ttft_ms) for point in usable)
     lines = [
         "WHAT WAS MEASURED",
-        f"  {counted(len(usable), 'point')} on {gpu or 'the CPU, since no GPU is here'}: {', '.join(engines)};",
+        f"  {counted(len(usable), 'point')} on {gpu or 'the CPU, since no GPU is here'}: "
+        f"{', '.join(sorted({case.engine for case in cases}))};",
         f"  weights on the {'GPU' if gpu else 'device'} (offload none) and in host memory (offload cpu);",
-        f"  {batches[0]} to {batches[-1]} sequences at once; up to "
-        f"{max(len(point.ttft_ms) for point in usable)} runs each, shown as mean ± 95% confidence.",
+        f"  {min(batches)} to {max(batches)} sequences at once; up to {runs} runs each, as mean ± 95% confidence.",
         "WHAT THE ANSWER MEANS",
     ]
     if best is not None:
@@ -80,18 +74,11 @@ def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
             "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
             "  A larger batch makes more tokens a second, and each reader waits longer.",
         ]
-        if tied := rates.tied(usable, best):
-            lines.append(f"  {tied}")
         spread = rates.spread(best.output_tok_s_samples)
-        if spread is not None and spread.half_width is not None and spread.half_width > NOISY * spread.mean:
-            lines.append(
-                "  Its runs differ much (±), so this machine was busy: measure again before you trust the order."
-            )
+        if spread is not None and (spread.half_width or 0) > NOISY * spread.mean:
+            lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")
     if gpu is None:
-        lines += [
-            "  This machine is a CPU: weights in host memory are copied within that memory, so offload",
-            "  cannot pay here. It pays where a model is larger than the GPU.",
-        ]
+        lines.append("  Without a GPU, offload copies within one memory and cannot pay.")
     if any(case.load_format == "dummy" for case in cases):
         lines.append("  The weights are random: speeds are as with real ones, texts would be meaningless.")
     lines.append("WHAT TO DO NEXT")

@@ -5,16 +5,26 @@ from pathlib import Path
 
 import click
 
-FORMATS = ("csv", "parquet", "md", "json")
+from zinfer.analysis.requests import goodput
+from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.out import say, write
+from zinfer.core.errors import NOTHING
+from zinfer.core.units import counted
+from zinfer.record.export import WRITERS, request_table, table
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestPoint
+from zinfer.record.store import files, read
+from zinfer.system.printable import printable
+
+FORMATS = ("csv", "json")
 
 
 @click.command("export")
 @click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(FORMATS), help="Format.  [default: the ending of OUT, else csv]")
-@click.option("--requests", is_flag=True, help="Write the loads of requests, which are a table of their own.")
-@click.option(
-    "-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="File to write.  [default: stdout]"
-)
+@option("--format form", click.Choice(FORMATS), "Format.  [default: the ending of OUT, else csv]")
+@option("--requests", bool, "Write the loads of requests, which are a table of their own.")
+@option("-o --output", click.Path(path_type=Path), "File to write.  [default: stdout]", metavar="OUT")
 def command(results: tuple[Path, ...], form: str | None, requests: bool, output: Path | None) -> None:
     """Write every point of the FILEs (or folders; default: sweeps/results) as one row: its case, status, rates with
     their confidence intervals, peaks, placement and versions. Failures are rows; unknown is empty, never 0. With
@@ -23,50 +33,33 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
     \b
-    zinfer export --format md sweeps/results/*/bloom-176b-slice.jsonl
-    zinfer export -o all.parquet
+    zinfer export -o all.csv
     """
-    from zinfer.analysis.requests import goodput
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.files import write
-    from zinfer.commands.out import say
-    from zinfer.core.errors import ENVIRONMENT, NOTHING
-    from zinfer.core.units import counted
-    from zinfer.record.export import WRITERS, FlatTable, request_table
-    from zinfer.record.store import files, read
-    from zinfer.system.printable import printable
-
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")
-    if chosen == "parquet" and output is None and sys.stdout.isatty():
-        raise Failure("--format parquet is binary, and stdout is a terminal: name a file with -o, or redirect")
-    points, served = [], []
+    points: list[tuple[str, Measurement]] = []
+    served: list[tuple[str, RequestPoint]] = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
         if results and not path.exists():
             raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
-        records_of_files = [(str(file), read(file)) for file in files(path)] if path.exists() else []
-        for warning in (records.warning for _, records in records_of_files if records.warning):
+        by_file = [(str(file), read(file)) for file in files(path)] if path.exists() else []
+        for warning in (records.warning for _, records in by_file if records.warning):
             say(warning, err=True)
-        if not any(records.requests if requests else records.points for _, records in records_of_files):
-            other = any(records.points if requests else records.requests for _, records in records_of_files)
-            kind = "loads of requests" if requests else "points of equal sequences" if other else "results"
-            hint = (
-                f": {'leave out' if requests else 'add'} --requests"
-                if other
-                else ": measure first, with `zinfer sweep`"
-            )
-            raise Failure(f"no {kind} in {path}{hint}", NOTHING)
-        if output and any(output.resolve() == Path(file).resolve() for file, _ in records_of_files):
+        here = [(file, point) for file, records in by_file for point in records.points]
+        loads = [(file, point) for file, records in by_file for point in records.requests]
+        if not (loads if requests else here):
+            kind, hint = "results", "measure first, with `zinfer sweep`"
+            if here or loads:
+                kind = "loads of requests" if requests else "points of equal sequences"
+                hint = f"{'leave out' if requests else 'add'} --requests"
+            raise Failure(f"no {kind} in {path}: {hint}", NOTHING)
+        if output and any(output.resolve() == Path(file).resolve() for file, _ in by_file):
             raise Failure(f"{output} is one of the result files: name another file with -o")
-        points += [(file, point) for file, records in records_of_files for point in records.points]
-        served += [(file, point) for file, records in records_of_files for point in records.requests]
+        points, served = points + here, served + loads
     if form is None and ending and ending not in (*FORMATS, "txt"):
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
-    try:
-        content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
-    except ModuleNotFoundError as error:
-        raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
+    content = WRITERS[chosen](request_table(served, goodput) if requests else table(points))
     if served and not requests:
         say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:

@@ -1,8 +1,4 @@
-"""Limits of typed values: `bound` limits the type of every option and argument of a verb.
-
-A type with a range keeps it. Otherwise whole numbers have at most 10 digits, real numbers are finite and no smaller
-than their quotients allow, texts have an end.
-"""
+"""Limits of typed values: `bound` limits every option and argument of a verb, beside the range of its type."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +17,7 @@ NAME = 4096  # longest name or path: Linux's limit of a path
 ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable option
 
 METAVARS = ("model", "machine", "engine")
-
-Convert = Callable[[Any, click.Parameter | None, click.Context | None], Any]
-_PROSE = frozenset({"prompts", "system"})  # parameters with texts of any kind
+PROSE = ("prompts", "system")  # parameters with texts of any kind
 
 
 def loaded(module: str) -> click.Command:
@@ -41,21 +35,20 @@ def bound(command: click.Command) -> None:
         if not getattr(parameter.type, "bounded", False):
             kind = copy(parameter.type)  # click's own types are shared
             largest = SEED if parameter.name == "seed" else getattr(kind, "largest", WHOLE)
-            kind.convert = _bounded(parameter.type.convert, largest)  # type: ignore[method-assign, assignment]
+            kind.convert = _bounded(parameter.type.convert, largest)  # type: ignore[method-assign]
             kind.bounded = True  # type: ignore[attr-defined]
             parameter.type = kind
 
 
-def _bounded(convert: Convert, largest: int) -> Convert:
+def _bounded(convert: Callable[..., Any], largest: int) -> Callable[..., Any]:
     """Return `convert` with limits on its text and its result."""
 
     def checked(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str):
-            longest = TEXT if param is not None and param.name in _PROSE else NAME
-            if len(value) > longest:
-                raise click.BadParameter(f"a value of {len(value):,} characters: at most {longest:,}", ctx, param)
-            if "\0" in value:
-                raise click.BadParameter("a NUL character", ctx, param)
+        longest = TEXT if param is not None and param.name in PROSE else NAME
+        if isinstance(value, str) and len(value) > longest:
+            raise click.BadParameter(f"a value of {len(value):,} characters: at most {longest:,}", ctx, param)
+        if isinstance(value, str) and "\0" in value:
+            raise click.BadParameter("a NUL character", ctx, param)
         converted = convert(value, param, ctx)
         if fault := _fault(converted, largest):
             raise click.BadParameter(f"{str(value)[:60]!r}: {fault}", ctx, param)

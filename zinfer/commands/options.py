@@ -1,24 +1,28 @@
 """Options that several verbs share, and the loads that they stand for."""
 
-import functools
 from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
+from zinfer import engine as engines
+from zinfer.checkpoint.source import Source, find
+from zinfer.checkpoint.tokenizer_files import chat_template as template_of
+from zinfer.checkpoint.tokenizer_files import require
+from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
 from zinfer.core.errors import ZinferError
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError
 from zinfer.core.units import parse_bytes
-
-if TYPE_CHECKING:
-    from zinfer.checkpoint.source import Source
-    from zinfer.core.case import LoadFormat
-    from zinfer.core.machine import Machine
-    from zinfer.core.model import ModelSpec
-    from zinfer.generation.tokenizer_process import TokenizerProcess
-    from zinfer.job.recipe import Sweep, SweepLoad
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.recipe import Sweep, SweepLoad, make_sweep, parse_batches, parse_option
+from zinfer.job.shard import Shard
+from zinfer.system import local
+from zinfer.system.host import drives, free_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,6 +35,16 @@ WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
+
+COUNT, AMOUNT = click.IntRange(min=1), click.FloatRange(min=0)
+SECONDS, ONE_OFFLOAD = click.FloatRange(min=0, min_open=True), click.Choice(OFFLOADS)
+PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+SHARE = click.FloatRange(0, 1, min_open=True)
+
+
+def option(names: str, kind: Any, text: str, **settings: Any) -> Callable[[Command], Command]:
+    """Return a click option: its names with spaces between, its type (`bool` is a flag), and its help."""
+    return click.option(*names.split(), help=text, **({"is_flag": True} if kind is bool else {"type": kind}) | settings)
 
 
 class Words(click.ParamType[Any]):
@@ -69,17 +83,16 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error).removeprefix("--batch-size "), param, ctx)
 
 
-class Values(Parsed):
-    """Comma list of values; `parse` makes each of a word, or raises ValueError. `syntax` is for its error."""
+def comma_list(name: str, parse: Callable[[str], Any], syntax: str) -> Parsed:
+    """Return the type of a list of values; `parse` makes each of a word, or raises ValueError. `syntax` says how."""
 
-    def __init__(self, name: str, parse: Callable[[str], Any], syntax: str) -> None:
-        def split(text: str) -> tuple[Any, ...]:
-            try:
-                return tuple(parse(word.strip()) for word in text.split(","))
-            except ValueError:
-                raise ValueError(f"{text[:60]!r}: write {syntax}") from None
+    def split(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(parse(word.strip()) for word in text.split(","))
+        except ValueError:
+            raise ValueError(f"{text[:60]!r}: write {syntax}") from None
 
-        super().__init__(name, split)
+    return Parsed(name, split)
 
 
 def typed() -> dict[str, str]:
@@ -97,27 +110,7 @@ def positive(word: str) -> int:
     return number
 
 
-def _share_or_size(word: str) -> str:
-    from zinfer.core.case import resident_bytes
-
-    resident_bytes(word, 0)
-    return word
-
-
-NUMBERS = Values("n,n,..", positive, "positive whole numbers with commas between")
-GPU_WEIGHTS = Values("auto|n%|size,..", _share_or_size, "auto, a share such as 25%, or a size such as 40GiB")
-
-
-def _shard(text: str) -> Any:
-    from zinfer.job.shard import Shard
-
-    return Shard.parse(text)
-
-
-def _batches(text: str) -> Any:
-    from zinfer.job.recipe import parse_batches
-
-    return parse_batches(text)
+NUMBERS = comma_list("n,n,..", positive, "positive whole numbers with commas between")
 
 
 def _dtype(text: str) -> str:
@@ -126,29 +119,22 @@ def _dtype(text: str) -> str:
     return word
 
 
-SHARD = Parsed("i/n", _shard)
+SHARD = Parsed("i/n", Shard.parse)
 SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
-BATCHES = Parsed("auto|best|n,n,..|n-n*n", _batches)
+BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
 WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
-dtype = click.option("--dtype", type=WEIGHT_TYPE, metavar=DTYPE, help="Weight type.  [default: the model's own]")
-gpu_weights = click.option(
-    "--gpu-weights",
-    type=GPU_WEIGHTS,
-    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
-    "[default: auto for stream]",
+dtype = option("--dtype", WEIGHT_TYPE, "Weight type.  [default: the model's own]", metavar=DTYPE)
+gpu_weights = option(
+    "--gpu-weights", Words(), "Offloaded weights that stay on the GPU: auto, 25%, 40GiB.  [default: auto]"
 )
-models = click.option("-m", "--model", type=Words(), help=MODEL_HELP)
-offloads = click.option(
-    "--offload",
-    type=Words(OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
+models = option("-m --model", Words(), MODEL_HELP)
+offloads = option(
+    "--offload", Words(OFFLOADS), "Weights on the GPU, in host memory or on an NVMe drive.  [default: none,cpu]"
 )
 
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
     """Return ``-O key=v1,v2`` as axes."""
-    from zinfer.job.recipe import parse_option
-
     axes = {}
     for value in values:
         key, equals, text = value.partition("=")
@@ -171,7 +157,7 @@ def shorthand(name: str) -> Callable[[Command], Command]:
 
 
 def _shorthands(function: Command) -> Command:
-    @functools.wraps(function)
+    @wraps(function)
     def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
         for key in sorted(short.keys() & settings.keys()):
@@ -201,149 +187,97 @@ def drafts_right(drafted: int, accepted: int) -> str:
 
 def timeout(default: float, limited: str) -> Callable[[Command], Command]:
     """Return the option ``--timeout``, in seconds."""
-    return click.option(
-        "--timeout",
-        "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
-        default=default,
-        help=f"Limit for {limited}, in seconds.",
-    )
+    return option("--timeout timeout_s", SECONDS, f"Limit for {limited}, in seconds.", default=default)
 
 
 def record(kind: str) -> Callable[[Command], Command]:
-    """Return the options ``--output`` and ``--json`` of a kind of study."""
+    """Return the option ``--output`` of a kind of study."""
     help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
-    return together(
-        click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text),
-        click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it."),
-    )
+    return option("-o --output", PATH, help_text)
 
 
-model = click.option("-m", "--model", required=True, help=MODEL_HELP)
-engine = click.option("--engine", default="stream", help=ENGINE_HELP)
-offload_if_needed = click.option(
-    "--offload",
-    type=click.Choice(OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
+model = option("-m --model", str, MODEL_HELP, required=True)
+engine = option("--engine", str, ENGINE_HELP, default="stream")
+offload_if_needed = option(
+    "--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: none if they fit]"
 )
-layers = click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
-load_format = click.option(
+layers = option("--layers", COUNT, "A slice: the model's first N layers only.")
+load_format = option(
     "--load-format",
-    type=click.Choice(["auto", "safetensors", "dummy"]),
-    help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).  "
-    "[default: auto]",
+    click.Choice(["auto", "safetensors", "dummy"]),
+    "Real weights, random ones of the same size (dummy), or real ones if there are any.  [default: auto]",
 )
-prompt_text = click.option(
-    "--prompt-file", metavar="FILE", default="default", show_default=False,
-    help="UTF-8 text file.  [default: Python's own manual]",
-)  # fmt: skip
-weights = click.option(
+prompt_text = option(
+    "--prompt-file", str, "Text.  [default: Python's manual]", metavar="FILE", default="default", show_default=False
+)
+weights = option(
     "--weights",
-    type=Words(WEIGHTS),
-    default=None,
-    help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "
-    "16-bit scale; int8, fp8: a scale a row), so results are lossy.  [default: as-released]",
+    Words(WEIGHTS),
+    "Format of the layers' weights; int4 (groups of 128), int8 and fp8 are lossy.  [default: as-released]",
 )
-allow_nan = click.option(
-    "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
-)
-
-
-def revision(function: Command) -> Command:
-    """Add the option ``--revision``, which becomes a part of the models' names."""
-
-    @functools.wraps(function)
-    def named(*args: Any, revision: str | None, **given: Any) -> Any:
-        if revision is not None:
-            given["model"] = at_revision(given.get("model"), revision)
-        return function(*args, **given)
-
-    help_text = "Branch, tag or commit of a hub model; as --model owner/name@REVISION."
-    return cast("Command", click.option("--revision", metavar="REVISION", help=help_text)(named))
+allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
 
 
 load_options = together(  # of a load: weights, type, slice, NVMe folder, engine settings
-    revision,
     dtype,
     allow_nan,
     load_format,
     layers,
-    click.option(
-        "--nvme-path",
-        type=click.Path(file_okay=False),
-        help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
-    ),
+    option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme; stream takes several: A,B."),
     gpu_weights,
-    click.option(
-        "-O",
-        "--option",
-        "settings",
+    option(
+        "-O --option settings",
+        str,
+        "An option of the engine (listed below); a comma list is an axis. Repeatable.",
         multiple=True,
         callback=engine_options,
         metavar="KEY=VALUE[,VALUE..]",
-        help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
     ),
     _shorthands,
 )
 
 
-chat_template = click.option(
-    "--chat-template",
-    metavar="FILE|NAME",
-    help="Chat template: a file, or one of the model's by its name.  [default: the model's own]",
+chat_template = option(
+    "--chat-template", str, "Chat template: a file, or one of the model's by name.", metavar="FILE|NAME"
 )
 
 
-def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
-    """Start the tokenizer of a model, with the template of ``--chat-template``; it ends with the command.
+class PerMachine(click.ParamType[Any]):
+    """Comma list of ``MACHINE=VALUE``; without a name, for all machines."""
 
-    Raises ModelError for files that cannot be read or believed.
-    """
-    from zinfer.checkpoint.tokenizer_files import chat_template, require
-    from zinfer.generation.tokenizer_process import TokenizerProcess
+    name = "[machine=]value,.."
 
-    directory = None if spec.directory is None else Path(spec.directory)
-    if directory is not None:
-        require(directory)
-    tokenizer = TokenizerProcess(spec, chat_template(directory, wanted))
-    click.get_current_context().call_on_close(tokenizer.close)
-    return tokenizer
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = (word.rpartition("=") for word in value.split(","))
+        return tuple((name.strip(), self._kind.convert(text.strip(), param, ctx)) for name, _, text in words)
+
+
+sizing_options = together(
+    option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS"),
+    option("--deadline", str, "Time in which the demand is due: 8h, 30min, 2s.", metavar="TIME"),
+    option("--utilisation", SHARE, "Share of a GPU's throughput to plan with.", default=0.8),
+    option("--spare", click.IntRange(min=0), "Number of spare GPUs.", default=1),
+)
+price_options = together(
+    option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour."), sizing_options
+)
 
 
 job_options = together(  # of a command that answers requests
     engine,
-    click.option(
-        "--offload",
-        type=click.Choice(OFFLOADS),
-        help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
-        "[default: the faster of none and cpu]",
-    ),
-    click.option(
-        "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
-    ),
-    click.option(
-        "--output-len",
-        type=click.IntRange(min=1),
-        default=256,
-        help="Most tokens of an answer, for requests without max_tokens.",
-    ),
+    option("--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: the faster]"),
+    option("--batch-size", COUNT, "Most rows that run at a time.  [default: all that fit]"),
+    option("--output-len", COUNT, "Most tokens of an answer, for requests without max_tokens.", default=256),
     weights,
     load_options,
     chat_template,
     timeout(36000, "a load or a pass"),
 )
-
-
-def at_revision(model: Any, revision: str) -> Any:
-    """Return ``owner/name@revision`` of a hub id, or of several. Raises UsageError for other models."""
-    import re
-
-    from zinfer.checkpoint import hub
-
-    for name in (model,) if isinstance(model, str) else model or ("",):
-        if not re.fullmatch(hub.REFERENCE, f"{name}@{revision}") or "@" in name or name.startswith("."):
-            raise click.UsageError(f"--revision is for a hub model, as --model owner/name: {name or 'none was given'}")
-    return f"{model}@{revision}" if isinstance(model, str) else tuple(f"{name}@{revision}" for name in model)
 
 
 class LoadCommand(click.Command):
@@ -352,15 +286,10 @@ class LoadCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for name, kind in ENGINES.items():
             with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
-                rows = [
-                    (
-                        f"{key}={'|'.join(values(field))}",
-                        f"{field.description}  [default: {option_text(field.default)}]",
-                    )
-                    for key, field in kind.options.model_fields.items()
-                ]
-                formatter.write_dl(rows)
-        super().format_epilog(ctx, formatter)
+                fields = kind.options.model_fields.items()
+                names = [f"{key}={'|'.join(values(field))}" for key, field in fields]
+                texts = [f"{field.description}  [default: {option_text(field.default)}]" for _, field in fields]
+                formatter.write_dl(list(zip(names, texts, strict=True)))
 
 
 def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:
@@ -369,110 +298,91 @@ def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
 
 
-def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
-    """Return `machine` with the space that is free at `nvme_path` right now."""
+def this_machine(nvme_path: str | None) -> Machine:
+    """Describe this machine, with the space that is free at `nvme_path`."""
+    machine = local.this_machine()
     if nvme_path is None:
         return machine
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT
-    from zinfer.system.host import drives, free_bytes
-
     for folder in (folders := drives(nvme_path)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Failure(f"--nvme-path {folder} cannot be made: {error.strerror}", ENVIRONMENT) from None
+        folder.mkdir(parents=True, exist_ok=True)
     return machine.model_copy(update={"nvme_bytes": free_bytes(folders)})
 
 
-def this_machine(nvme_path: str | None) -> "Machine":
-    """Describe this machine, with the space that is free at `nvme_path`."""
-    from zinfer.system import local
-
-    return with_nvme(local.this_machine(), nvme_path)
-
-
-def weights_of(
-    model: str,
-    dtype: Any,
-    layers: int | None,
-    load_format: "LoadFormat | str | None",
-    weights: tuple[Any, ...] | None = None,
-    loads: "Iterable[SweepLoad]" = (),
-) -> "Source":
-    """Return the model with its weights, fetched if need be. They have the format `weights`; a draft model is that of
-    `loads`.
-
-    Weights are random only with ``--load-format dummy``. Raises ModelError for a model without weights.
-    """
-    from zinfer.checkpoint.source import find
-    from zinfer.core.model import ModelError
-
-    (weights_format,) = weights or ("as-released",)
+def weights_of(how: dict[str, Any], loads: Iterable[SweepLoad] = ()) -> Source:
+    """Return the model with its weights, fetched if need be. Raises ModelError for a model without weights."""
+    model, asked = how["model"], how["load_format"]
+    weights: Any = (how.get("weights") or ("as-released",))[0]
     draft = next((load.draft_model for load in loads), None)
-    wanted: Any = load_format or "auto"
-    source = find(model, dtype, layers, wanted, fetch=True, weights=weights_format, draft=draft)
-    if source.load_format == "dummy" and load_format != "dummy":
+    source = find(model, how["dtype"], how["layers"], asked or "auto", fetch=True, weights=weights, draft=draft)
+    if source.load_format == "dummy" and asked != "dummy":
         lack = "holds no .safetensors file" if Path(model).is_dir() else "has no weights to fetch"
         raise ModelError(f"{model} {lack}: give a checkpoint folder, or --load-format dummy to try it")
     return source
 
 
 def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """Return `offload`, or the offloads to choose from, preferred first.
-
-    Raises UsageError for a share of weights on the GPU if all of them stay there.
-    """
+    """Return `offload`, or the offloads to choose from, preferred first. Raises UsageError."""
     if gpu_weights and offload == "none":
         raise click.UsageError("--gpu-weights is a share of offloaded weights: leave out --offload none")
     return (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
 
 
-def one_load(verb: str, model: str, how: dict[str, Any]) -> "dict[SweepLoad, str]":
-    """Return the load of a verb's flags for each offload, with targets.
+def sweep_of(how: dict[str, Any], **fields: Any) -> Sweep:
+    """Return the sweep that a verb's flags stand for, with other `fields`."""
+    names = ("model", "engine", "layers", "gpu_weights", "weights")
+    given = {name: how[name] for name in names if how.get(name) is not None}
+    given |= {"options": how["settings"], "allow_nan": bool(how["allow_nan"])}
+    return make_sweep(given | fields, "the command line")
 
-    Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
-    EngineError as `located` does.
-    """
-    from zinfer.job.recipe import make_sweep
 
+def one_load(verb: str, how: dict[str, Any]) -> dict[SweepLoad, str]:
+    """Return the load of a verb's flags for each offload, with targets. Raises UsageError, OptionError, EngineError."""
     check_nvme([how["offload"]], how["nvme_path"])
     if any(len(values or ()) > 1 for values in [*how["settings"].values(), how["gpu_weights"], how["weights"]]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
     choices = offload_choices(how["offload"], how["gpu_weights"])
-    fields = {name: how[name] for name in ("engine", "layers", "gpu_weights", "weights") if how[name] is not None}
-    fields |= {"model": model, "offload": choices, "options": how["settings"], "allow_nan": bool(how["allow_nan"])}
-    loads = located(make_sweep(fields, "the command line"))
-    if not loads:
-        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(choices)}")
-    return loads
-
-
-def located(wanted: "Sweep") -> "dict[SweepLoad, str]":
-    """Return the loads with consistent options, and their engines' targets.
-
-    Raises OptionError if options are unknown or wrong, or contradict each other in every load; EngineError for an
-    engine that is not installed.
-    """
+    wanted = sweep_of(how, offload=choices)
     loads = {load: target for load in wanted.loads() if (target := locate(load)) is not None}
     able = {load: target for load, target in loads.items() if load.conflict is None}
-    if loads and not able:
+    if not loads:
+        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(choices)}")
+    if not able:
         raise OptionError(next(str(load.conflict) for load in loads))
     return able
 
 
-def locate(load: "SweepLoad") -> str | None:
-    """Return the target, module:Class, of a load's engine; None if the engine lacks that offload.
+class Prepared(NamedTuple):
+    """Model of a verb that runs one: loads to choose from, weights, tokenizer, and the engine's module:Class."""
 
-    Raises EngineError for an engine that is not installed, and for one without a share of the weights although
-    ``--gpu-weights`` asks for it.
-    """
-    from zinfer import engine
+    loads: dict[SweepLoad, str]
+    source: Source
+    tokenizer: TokenizerProcess
+    target: str
 
-    kind = engine.kind(load.engine)
+    def cases(self, input_len: int = 1, output_len: int = 1) -> list[Case]:
+        """Return the case of each load."""
+        source = self.source
+        return [load.case(source.load_format, source.spec.dtype, input_len, output_len) for load in self.loads]
+
+
+def prepared(verb: str, how: dict[str, Any]) -> Prepared:
+    """Return loads and weights of a verb's flags; start the tokenizer, which ends with the command."""
+    loads = one_load(verb, how)
+    source = weights_of(how, loads)
+    directory = None if source.spec.directory is None else Path(source.spec.directory)
+    if directory is not None:
+        require(directory)
+    tokenizer = TokenizerProcess(source.spec, template_of(directory, how["chat_template"]))
+    click.get_current_context().call_on_close(tokenizer.close)
+    return Prepared(loads, source, tokenizer, next(iter(loads.values())))
+
+
+def locate(load: SweepLoad) -> str | None:
+    """Return the module:Class of a load's engine; None if it lacks that offload. Raises EngineError."""
+    kind = engines.kind(load.engine)
     if load.offload not in kind.offloads:
         return None
     if load.gpu_weights is not None and not kind.gpu_weights:
         able = ", ".join(name for name, other in ENGINES.items() if other.gpu_weights)
-        raise engine.EngineError(f"--gpu-weights is for {able}: {load.engine} keeps no share")
+        raise engines.EngineError(f"--gpu-weights is for {able}: {load.engine} keeps no share")
     return kind.target

@@ -3,7 +3,9 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from textwrap import wrap
 from typing import IO, Any, NoReturn, TextIO, TypeVar, cast
 
@@ -15,12 +17,14 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.system import atomic
 from zinfer.system.printable import printable, unguarded
 
 T = TypeVar("T")
 UNLIMITED = 10_000  # columns of a table in a file or a pipe
 MIN_WORDS = 12  # columns that a cell of words keeps when it is wrapped
-INDENT = 2  # columns before the values of a row that is shown as a block
 
 
 class PlainConsole(Console):
@@ -49,12 +53,24 @@ def say(text: str, err: bool = False) -> None:
     click.echo(wrapped(text, sys.stderr if err else sys.stdout), err=err)
 
 
-def wrapped(text: str, stream: IO[str]) -> str:
-    """Return lines of prose, wrapped at the width of a terminal.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise Failure where `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror or error}; choose another place with -o"
+        raise Failure(f"cannot write {path}: {why}", ENVIRONMENT) from error
 
-    A file or a pipe gets them as they are. Further lines begin below the first one; words within backquotes, such as a
-    command, stay together if they fit.
-    """
+
+def write(path: Path, content: str | bytes) -> None:
+    """Replace `path` as a whole. Raises Failure if that fails."""
+    with writing(path):
+        atomic.write(path, content)
+
+
+def wrapped(text: str, stream: IO[str]) -> str:
+    """Return lines of prose, wrapped at the width of a terminal; words within backquotes stay together."""
     if not stream.isatty():
         return text
     width = PlainConsole(cast(TextIO, stream)).width
@@ -82,21 +98,11 @@ class Table:
     """
 
     def __init__(
-        self,
-        title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        caption: str | None = None,
-        drop: Sequence[str] = (),
-        ends: Sequence[int] = (),
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], drop: Sequence[str] = ()
     ) -> None:
-        """Take the cells of `rows`, and columns to `drop` first.
-
-        `ends` are the numbers of rows that a line follows.
-        """
         every = [tuple(row) for row in rows]
         used = [nth for nth in range(len(columns)) if not every or any(row[nth] for row in every)]
-        self.title, self.caption, self.ends = title, caption, set(ends)
+        self.title = title
         self.columns = [columns[nth].lstrip("#") for nth in used]
         self.numbers = [columns[nth].startswith("#") for nth in used]
         self.rows = [[row[nth] for nth in used] for row in every]
@@ -106,18 +112,14 @@ class Table:
         width = options.max_width
         if self.title:
             yield Text(self.title, style="italic")
-        shown = list(range(len(self.columns)))
-        gone: list[str] = []
+        shown, gone = list(range(len(self.columns))), list[str]()
         while self._min_width(shown) > width and len(gone) < len(self.drop):
             gone.append(self.drop[len(gone)])
             shown = [nth for nth in shown if self.columns[nth] not in gone]
-        if self._min_width(shown) <= width:
-            yield self._grid(shown, width)
-        else:
-            gone = []
-            yield from self._blocks(width)
-        if self.caption:
-            yield Text(self.caption, style="italic")
+        if self._min_width(shown) > width:
+            yield from self._blocks()
+            return
+        yield self._grid(shown, width)
         if gone:
             yield Text(f"left out for want of room: {', '.join(gone)} (a wider terminal, a pipe or --json shows them)")
 
@@ -149,26 +151,21 @@ class Table:
             grid.add_column(
                 Text(self.columns[nth]),
                 justify="right" if self.numbers[nth] else "left",
-                min_width=min_width + given,
-                max_width=min_width + given,
+                width=min_width + given,
                 overflow="fold",
             )
-        for index, row in enumerate(self.rows):
-            grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)
+        for row in self.rows:
+            grid.add_row(*(Text(row[nth]) for nth in shown))
         return grid
 
-    def _blocks(self, width: int) -> Iterable[Text]:
+    def _blocks(self) -> Iterable[Text]:
         """Yield each row as its first cell, then a line a value."""
-        named = max((cell_len(name) for name in self.columns[1:]), default=0)
+        named = max(map(len, self.columns[1:]), default=0)
         for row in self.rows:
             yield Text(row[0], overflow="fold")
             for name, cell in zip(self.columns[1:], row[1:], strict=True):
                 if cell not in ("", "-"):
-                    room = max(8, width - INDENT - named - 2)
-                    lines = Text(cell).wrap(Console(width=room), room, overflow="fold")
-                    for number, line in enumerate(lines):
-                        head = name if number == 0 else ""
-                        yield Text(f"{'':{INDENT}}{head}{'':{named - cell_len(head)}}  {line.plain.rstrip()}")
+                    yield Text(f"  {name:{named}}  {cell}", overflow="fold")
 
 
 table = Table

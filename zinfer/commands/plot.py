@@ -1,49 +1,36 @@
 """`zinfer plot`: figures of the results."""
 
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import get_args
 
 import click
+from matplotlib.figure import Figure
 
-from zinfer.commands.out import say
-from zinfer.commands.results import results_options
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from zinfer.report.plot.style import Format
+from zinfer.analysis import study as studies
+from zinfer.analysis.group import groups, path_part
+from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.out import say, write
+from zinfer.commands.results import choose, results_options, usable
+from zinfer.core.errors import NOTHING
+from zinfer.record import study
+from zinfer.record.measurement import latest
+from zinfer.report.plot import figures, style
 
 
 @click.command("plot")
 @results_options
-@click.option("-o", "--output", default="plots", type=click.Path(path_type=Path), help="Folder.")
-@click.option("--format", "formats", metavar="png|svg,..", default="png,svg", help="Formats: png, svg, or both.")
-@click.option(
-    "--figure",
-    "wanted",
-    metavar="NAME,..|all",
-    default="all",
-    help="Figures: throughput, latency, link, timeline, reuse.",
-)
+@option("-o --output", click.Path(path_type=Path), "Folder.", default="plots")
+@option("--format formats", str, "Formats: png, svg, or both.", metavar="png|svg,..", default="png,svg")
+@option("--figure wanted", str, "throughput, latency, timeline, reuse.", metavar="NAME,..|all", default="all")
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
-    show throughput, latency and link use over batch size, and the timeline of a decode step
-    where one was traced; and the figures of `zinfer study reuse`.
+    show throughput over batch size, latency over throughput, and the timeline of a decode step where one was traced;
+    and those of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
-    from itertools import chain
-    from typing import get_args
-
-    from zinfer.analysis import study as studies
-    from zinfer.analysis.group import groups, path_part
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.results import choose, usable
-    from zinfer.core.errors import NOTHING
-    from zinfer.record import study
-    from zinfer.record.measurement import latest
-    from zinfer.report.plot import figures, style
-
     forms = [name for name in get_args(style.Format) if name in formats.split(",")]
     if len(forms) != len(formats.split(",")):
         raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
@@ -79,16 +66,12 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
             _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(studies.title(run))}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
-        raise Failure(
-            f"no point in {chosen.path} has what figure {', '.join(sorted(missing))} would show{why}", NOTHING
-        )
+        names_of = ", ".join(sorted(missing))
+        raise Failure(f"no point in {chosen.path} has what figure {names_of} would show{why}", NOTHING)
 
 
-def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
-    from zinfer.commands.files import write
-    from zinfer.report.plot.style import render
-
+def _write(figure: Figure, stem: Path, forms: list[style.Format]) -> None:
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")
-        write(path, render(figure, form))
+        write(path, style.render(figure, form))
         click.echo(path)

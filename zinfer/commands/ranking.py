@@ -1,11 +1,8 @@
 """Ranking of machines for a model: what fits, how fast, at which price."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any
-
-import click
+from typing import Any, NamedTuple
 
 from zinfer.analysis import economics, sla
 from zinfer.analysis.best import Objective
@@ -13,81 +10,55 @@ from zinfer.analysis.economics import Prices
 from zinfer.analysis.sla import SlaCheck
 from zinfer.commands import decision
 from zinfer.commands.decision import DecisionCriteria, GroupDecision
-from zinfer.commands.out import console, say, table
+from zinfer.commands.out import console, say, table_of
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
 from zinfer.plan.placement import TUNING
-from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
-NAMED = 3  # machines that a hint names
 
 
-class Question:
+class Question(NamedTuple):
     """Levels, prices and demand of the command line, for each machine."""
 
-    def __init__(
-        self,
-        machines: Sequence[Machine],
-        prices: Mapping[str, float],
-        prompts: int | None,
-        objective: Objective | None,
-        deadline: str | None,
-        demand: str | None,
-        **given: Any,
-    ) -> None:
-        if prompts is not None and demand is not None:
-            raise click.UsageError("--prompts and --demand say the same: leave out one")
-        self.objective: Objective = objective or ("cost" if prices else "throughput")
-        self.prompts = prompts
-        self._stated, self._machines = prices, machines
-        self._deadline, self._demand, self._given = deadline, demand, given
-        self.on(machines[0], 1)  # refuses what contradicts itself
+    machines: Sequence[Machine]
+    stated: Mapping[str, float]  # prices by machine, or for all under ""
+    prompts: int | None
+    levels: tuple[str, ...]
+    asked: Objective | None
+
+    @property
+    def objective(self) -> Objective:
+        return self.asked or ("cost" if self.stated else "throughput")
 
     def price(self, machine: Machine) -> float | None:
         """Return the USD of a GPU-hour: as given, else as the catalogue assumes."""
-        if (stated := self._stated.get(machine.name, self._stated.get(""))) is not None:
+        if (stated := self.stated.get(machine.name, self.stated.get(""))) is not None:
             return stated
         listed = economics.list_price(machine)
         return None if listed is None else listed.usd_per_gpu_hour
 
     def assumes(self, machine: Machine) -> bool:
         """Tell whether the machine's price is the catalogue's."""
-        return not {machine.name, ""} & self._stated.keys() and self.price(machine) is not None
+        return not {machine.name, ""} & self.stated.keys() and self.price(machine) is not None
 
-    def prices(self, machine: Machine) -> Prices:
-        """Return all prices on a machine."""
-        given = {name: self._given[name] for name in ("host_hour_usd", "gpus_per_server")}
-        return Prices(gpu_hour_usd=self.price(machine), **given)
-
-    def on(self, machine: Machine, output_len: int) -> DecisionCriteria | None:
-        """Return the criteria for plans on a machine; None if nothing was asked.
-
-        Where only other machines have a price, the batch is the one with the best throughput.
-        """
-        pays = bool(self._stated) or self.prompts is not None or self.objective == "cost"
-        price, objective, demand, deadline = self.price(machine), self.objective, self._demand, self._deadline
-        if objective == "cost" and price is None and any(map(self.price, self._machines)):
+    def on(self, machine: Machine) -> DecisionCriteria | None:
+        """Return the criteria for plans on a machine; None if nothing was asked."""
+        pays = bool(self.stated) or self.prompts is not None or self.objective == "cost"
+        price, objective = self.price(machine), self.objective
+        if objective == "cost" and price is None and any(map(self.price, self.machines)):
             objective = "throughput"
-        if self.prompts is not None and deadline is not None:
-            demand = f"{self.prompts * output_len}tok"
-        return decision.question(
-            objective=objective,
-            pareto=False,
-            demand=demand,
-            deadline=deadline,
-            gpu_hour_usd=price if pays else None,
-            **self._given,
-        )
+        return decision.question(self.levels, objective, gpu_hour_usd=price if pays else None)
 
     def run(self, plan: Plan) -> tuple[float, float | None] | None:
         """Return the hours and USD of all prompts on one machine; None if unknown."""
         if self.prompts is None or plan.e2e_s is None:
             return None
         hours = ceil(self.prompts / plan.case.workload.batch_size) * plan.e2e_s / 3600
-        prices = self.prices(plan.machine)
-        return hours, None if prices.gpu_hour_usd is None else hours * plan.placement.gpus * prices.usd_per_gpu_hour
+        price = self.price(plan.machine)
+        return hours, None if price is None else hours * plan.placement.gpus * price
 
     def describe(self, plan: Plan) -> str:
         """Return the hours and USD of all prompts in a sentence; nothing without prompts."""
@@ -100,22 +71,29 @@ class Question:
 
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
-        criteria, listed = self.on(machine, 1), economics.list_price(machine)
+        criteria, listed = self.on(machine), economics.list_price(machine)
         if listed is None or not self.assumes(machine) or criteria is None or criteria.prices.gpu_hour_usd is None:
             return ""
         usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
         return f"{usd}: {listed.source}, {listed.date}; --price states yours."
 
+    def usd_per_mtok(self, plan: Plan) -> float | None:
+        """Return the USD of a million output tokens; None without a price or a time."""
+        price = self.price(plan.machine)
+        (point,) = as_points([plan]) or (None,)
+        paid = None if point is None or price is None else economics.cost(point, Prices(gpu_hour_usd=price))
+        return None if paid is None else paid.usd_per_mtok
+
     def row(self, plan: Plan) -> dict[str, Any]:
         """Return a plan's prices and levels as JSON; null is unknown."""
-        ranked, criteria = Ranked(self, [plan], None), self.on(plan.machine, plan.case.workload.output_len)
+        criteria = self.on(plan.machine)
         levels = () if criteria is None else criteria.slas
         checks = [check for point in as_points([plan]) for check in sla.check(point, levels)]
         hours, usd = self.run(plan) or (None, None)
         return {
             "usd_per_gpu_hour": self.price(plan.machine),
             "price_assumed": self.assumes(plan.machine),
-            "usd_per_mtok": ranked.usd_per_mtok,
+            "usd_per_mtok": self.usd_per_mtok(plan),
             "prompts_hours": hours,
             "prompts_usd": usd,
             "levels": [{"level": check.sla.describe(), "predicted": check.actual, "ok": check.ok} for check in checks],
@@ -123,110 +101,87 @@ class Question:
 
 
 def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
-    """Return predictions as points, for levels and prices.
-
-    They are never written, nor shown as measured.
-    """
-    return tuple(
-        Measurement(
-            case=plan.case,
-            status="ok",
-            machine=plan.machine.name,
-            ttft_ms=(plan.prefill_s * 1e3,),
-            step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
-        )
-        for plan in plans
-        if plan.holds and plan.prefill_s is not None and plan.step_s is not None
-    )
+    """Return predictions as points, for levels and prices; they are never shown as measured."""
+    points = []
+    for plan in plans:
+        if plan.holds and plan.prefill_s is not None and plan.step_s is not None:
+            steps = (plan.step_s * 1e3,) * (plan.case.workload.output_len - 1)
+            fields: dict[str, Any] = {"status": "ok", "machine": plan.machine.name, "ttft_ms": (plan.prefill_s * 1e3,)}
+            points.append(Measurement(case=plan.case, step_ms=(steps,), **fields))
+    return tuple(points)
 
 
-class Ranked:
-    """Best plan of a machine, with its price and the levels."""
+class Group(NamedTuple):
+    """Plans of one model and pair of lengths on one machine; what was chosen."""
 
-    def __init__(self, question: Question, plans: Sequence[Plan], answer: GroupDecision | None) -> None:
-        self._question, self.answer = question, answer
-        decided = None if answer is None else answer.decision.point or answer.decision.nearest
-        holding = [plan for plan in plans if plan.holds]
-        self.plan = (
+    title: str  # without the machine
+    machine: Machine
+    plans: list[Plan]
+    criteria: DecisionCriteria | None
+    answer: GroupDecision | None
+
+    @property
+    def plan(self) -> Plan:
+        """Best plan: as decided, else the fastest that fits, else the smallest."""
+        decided = None if self.answer is None else self.answer.decision.point or self.answer.decision.nearest
+        holding = [plan for plan in self.plans if plan.holds]
+        return (
             next((plan for plan in holding if decided is not None and plan.case == decided.case), None)
             or max(holding, key=lambda plan: plan.output_tok_s or 0.0, default=None)
-            or min(plans, key=lambda plan: plan.gpu.total)
+            or min(self.plans, key=lambda plan: plan.gpu.total)
         )
 
-    @cached_property
-    def usd_per_mtok(self) -> float | None:
-        """USD a million output tokens; None without a price or a time."""
-        prices = self._question.prices(self.plan.machine)
-        (point,) = as_points([self.plan]) or (None,)
-        paid = None if point is None or prices.gpu_hour_usd is None else economics.cost(point, prices)
-        return None if paid is None else paid.usd_per_mtok
-
     @property
-    def _missed(self) -> list[SlaCheck]:
+    def missed(self) -> list[SlaCheck]:
+        """Levels that the best plan misses."""
         return [] if self.answer is None else [check for check in self.answer.decision.kept if not check.ok]
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """Key to sort by: machines that fit, those that keep the levels, the objective."""
-        plan, worst = self.plan, float("inf")
-        value = {"cost": self.usd_per_mtok, "latency": plan.step_s}.get(
-            self._question.objective, -(plan.output_tok_s or 0.0)
-        )
-        return not plan.holds, bool(self._missed), worst if value is None else value
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Text of the row, under `COLUMNS`."""
-        plan, question = self.plan, self._question
-        name, price = plan.machine.name + "*" * bool(plan.machine.overridden), question.price(plan.machine)
-        if not plan.holds:
-            return name, f"no: {shortage(plan)}", *[""] * (len(COLUMNS) - 2)
-        levels = f"no: {', '.join(map(_value, self._missed))}" if self._missed else "yes"
-        run, in_time = question.run(plan), ""
-        if self.answer is not None and self.answer.fleet is not None:
-            in_time = f"{self.answer.fleet.working:,} + {self.answer.fleet.spare}"
-        elif self.answer is not None and self.answer.too_slow is not None:
-            in_time = f"none: {duration(self.answer.too_slow)} a batch"
-        return (
-            name,
-            "yes",
-            plan.case.label(),
-            f"{plan.case.workload.batch_size:,}",
-            (figures(plan.output_tok_s) if plan.output_tok_s else "") + (f" ± {plan.error:.0%}" if plan.error else ""),
-            "" if plan.prefill_s is None else duration(plan.prefill_s),
-            "" if plan.step_s is None else duration(plan.step_s),
-            host_needed(plan),
-            "" if price is None else f"{price:.2f}" + "~" * question.assumes(plan.machine),
-            "" if self.usd_per_mtok is None else figures(self.usd_per_mtok),
-            levels if self.answer is not None and self.answer.decision.kept else "",
-            "" if run is None else f"{figures(run[0])} h",
-            "" if run is None or run[1] is None else figures(run[1]),
-            in_time,
-        )
+def _levels(group: Group) -> str:
+    """Return whether the levels are kept, else the values that miss them."""
+    if group.missed:
+        values = [f"{check.value} {check.sla.metric}".removesuffix(" output_tok_s") for check in group.missed]
+        return f"no: {', '.join(values)}"
+    return "yes" * bool(group.answer is not None and group.answer.decision.kept)
 
 
-def _value(check: SlaCheck) -> str:
-    """Return the value of a missed level in a few words."""
-    if check.sla.at_most:
-        return f"{check.sla.metric} {check.value}"
-    return check.value + "/user" * (check.sla.metric == "user_tok_s")
-
-
-COLUMNS = (
-    "machine", "fits", "configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#host memory", "#USD/h", "#USD/Mtok",
-    "levels", "#all prompts", "#USD", "#GPUs in time",
-)  # fmt: skip
-
-
-def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: bool) -> None:
+def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool) -> None:
     """Print the machines, best first, and what is assumed of them."""
+
+    def rank(group: Group) -> tuple[bool, bool, float]:
+        plan, worst = group.plan, float("inf")
+        values = {"cost": question.usd_per_mtok(plan), "latency": plan.step_s}
+        value = values.get(question.objective, -(plan.output_tok_s or 0.0))
+        return not plan.holds, bool(group.missed), worst if value is None else value
+
+    def of(value: Callable[[Plan], float | None], form: Callable[[float], str] = figures) -> Callable[[Group], str]:
+        def cell(group: Group) -> str:
+            known = value(group.plan) if group.plan.holds else None
+            return "" if known is None else form(known)
+
+        return cell
+
+    rate, price = of(lambda plan: plan.output_tok_s), of(lambda plan: question.price(plan.machine), "{:.2f}".format)
+    columns: dict[str, Callable[[Group], str]] = {
+        "machine": lambda group: group.machine.name + "*" * bool(group.machine.overridden),
+        "fits": lambda group: "yes" if group.plan.holds else f"no: {shortage(group.plan)}",
+        "configuration": lambda group: group.plan.case.label() * group.plan.holds,
+        "#batch": of(lambda plan: plan.case.workload.batch_size, "{:,}".format),
+        "#tok/s": lambda group: rate(group) + (f" ± {group.plan.error:.0%}" if group.plan.error else ""),
+        "#TTFT": of(lambda plan: plan.prefill_s, duration),
+        "#TPOT": of(lambda plan: plan.step_s, duration),
+        "#host memory": lambda group: host_needed(group.plan) * group.plan.holds,
+        "#USD/h": lambda group: price(group) + "~" * (group.plan.holds and question.assumes(group.machine)),
+        "#USD/Mtok": of(question.usd_per_mtok),
+        "levels": lambda group: _levels(group) * group.plan.holds,
+        "#all prompts": of(lambda plan: (question.run(plan) or (None,))[0], lambda hours: f"{figures(hours)} h"),
+        "#USD": of(lambda plan: (question.run(plan) or (None, None))[1]),
+    }
     by = {"cost": "USD a token", "latency": "TPOT"}.get(question.objective, "tok/s")
     kind = "predicted" if calibrated else "physical limits"
     head = f"{title}, {counted(len(rows), 'machine')} by {by}: {kind}, nothing was run"
-    ranked = sorted(rows, key=lambda row: row.rank)
-    console().print(
-        table(head, COLUMNS, [row.cells for row in ranked], drop=("TPOT", "USD/h", "configuration", "TTFT", "batch"))
-    )
+    drop = ("TPOT", "USD/h", "configuration", "TTFT", "batch")
+    console().print(table_of(columns, sorted(rows, key=rank), head, drop=drop))
     if any(row.plan.machine.overridden for row in rows):
         say("* With figures that are set by hand.")
     if calibrated and any(row.plan.holds and not row.plan.error for row in rows):
@@ -261,28 +216,3 @@ def shortage(plan: Plan) -> str:
     )
     lacking = [f"{name} {need / 1e9:.1f} of {gb(there)}" for name, need, there in tiers if need > there > 0]
     return ", ".join(lacking) or "no room for a sequence"
-
-
-def fitting(plans: Sequence[Plan]) -> str:
-    """Return a hint that names machines on which a load fits."""
-    from zinfer.core.machine import catalogue_names
-    from zinfer.system.machines import load
-
-    def holds(plan: Plan, machine: Machine) -> Plan | None:
-        planner, workload = Planner(plan.case, plan.model, machine, plan.efficiency), plan.case.workload
-        if planner.max_batch(workload) < workload.batch_size:  # cheaper than a plan
-            return None
-        return other if (other := planner.at(workload)).holds else None
-
-    able: list[str] = []
-    for machine in sorted(map(load, catalogue_names()), key=lambda machine: machine.gpu_bytes):
-        if (held := next(filter(None, (holds(plan, machine) for plan in plans)), None)) is not None:
-            able.append(f"{machine.name} ({held.case.label()}, {host_needed(held).rstrip('?')} of host memory)")
-        if len(able) == NAMED:
-            break
-    model = plans[0].case.model
-    if not able:
-        return f"{model} fits no machine of the catalogue so."
-    return (
-        f"It fits {', '.join(able)}; `zinfer plan --model {model} --machine all` ranks all machines of the catalogue."
-    )

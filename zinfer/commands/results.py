@@ -3,17 +3,17 @@
 import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from zinfer.analysis.economics import Point
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
-
-if TYPE_CHECKING:
-    from zinfer.analysis.economics import Point
-    from zinfer.record.store import Records
+from zinfer.record.store import Records, files, read
+from zinfer.system import local
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 ALL = "all"
@@ -25,7 +25,7 @@ def results_options(function: Command) -> Command:
         "Machines, separated by commas: names or their beginnings, or all, which includes the records in git.  "
         "[default: this machine; all of RESULTS where it is given]"
     )
-    function = click.option("--machine", metavar="NAME,..|all", help=help_text)(function)
+    function = option("--machine", str, help_text, metavar="NAME,..|all")(function)
     return click.argument("results", required=False, type=click.Path(path_type=Path))(function)
 
 
@@ -41,11 +41,7 @@ class Chosen(NamedTuple):
     this_machine: bool
 
     def roots(self) -> tuple[Path, ...]:
-        """Return the folders and files to read.
-
-        With machines, only their folders and loose files in `sweeps/results`, so that damage in another machine's
-        records does not matter.
-        """
+        """Return the folders and files to read: damage in another machine's records does not matter."""
         if self.named or self.machines is None or not self.path.is_dir():
             return (self.path,)
         inside = sorted(self.path.iterdir())
@@ -53,10 +49,8 @@ class Chosen(NamedTuple):
         loose = [file for file in inside if file.suffix == ".jsonl" and file.is_file()]
         return tuple(folders[name] for name in self._matching(folders)) + tuple(loose)
 
-    def read(self) -> "list[tuple[Path, Records]]":
+    def read(self) -> list[tuple[Path, Records]]:
         """Return each file's records of the chosen machines. Raises StoreError."""
-        from zinfer.record.store import Records, files, read
-
         gc.disable()  # it would look through all records again and again, and find no garbage: half of the time
         try:
             by_file = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
@@ -73,74 +67,55 @@ class Chosen(NamedTuple):
 
     def nothing(self) -> Failure:
         """Return the error for no record at all."""
-        machines = self._there()
+        every = read(self.path) if self.path.exists() else Records()
+        there = ", ".join(sorted({point.machine for point in (*every.points, *every.requests)}))
+        asked = ", ".join(self.machines or ())
         if self.this_machine:
-            alternatives = f"; --machine all shows the records of {', '.join(machines)}" if machines else ""
-            return Failure(
-                f"no results for this machine, {self.machines and self.machines[0]}, in {self.path}: measure with "
-                f"`zinfer sweep demo`, or name a file{alternatives}",
-                NOTHING,
-            )
-        if self.machines is not None:
-            alternatives = f"there are {', '.join(machines)}" if machines else "there are none"
-            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {alternatives}", NOTHING)
-        if not self.path.exists() and self.named:
-            return Failure(f"{self.path} does not exist: name a results file, or a folder of them", NOTHING)
-        return Failure(f"no results in {self.path}: measure first, with `zinfer sweep`", NOTHING)
-
-    def _there(self) -> list[str]:
-        """Return the names of the machines with records in `path`."""
-        if self.named:
-            from zinfer.record.store import read
-
-            records = read(self.path) if self.path.exists() else None
-            return sorted({point.machine for point in (*records.points, *records.requests)}) if records else []
-        folders = self.path.iterdir() if self.path.is_dir() else ()
-        return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
+            text = f"no results for this machine, {asked}, in {self.path}: "
+            text += "measure with `zinfer sweep demo`, or name a file"
+            text += f"; --machine all shows the records of {there}" if there else ""
+        elif self.machines is not None:
+            text = f"no results for machine {asked} in {self.path}; there are {there or 'none'}"
+        elif self.named and not self.path.exists():
+            text = f"{self.path} does not exist: name a results file, or a folder of them"
+        else:
+            text = f"no results in {self.path}: measure first, with `zinfer sweep`"
+        return Failure(text, NOTHING)
 
     def _matching(self, names: Iterable[str]) -> list[str]:
         """Return the chosen `names`: exact ones, else by their beginning."""
         names = sorted(names)
         if self.machines is None:
             return names
-        if self.this_machine:
-            return [name for name in names if name in self.machines]
         exact = {asked for asked in self.machines if asked in names}
-        begun = tuple(asked for asked in self.machines if asked not in exact)
-        return [name for name in names if name in exact or (begun and name.startswith(begun))]
+        begun = tuple(asked for asked in self.machines if asked not in exact and not self.this_machine)
+        return [name for name in names if name in exact or name.startswith(begun)]
 
 
 def choose(results: Path | None, machine: str | None) -> Chosen:
     """Return the results that the argument and the option stand for."""
-    from zinfer.system import local
-
-    path = local.RESULTS if results is None else results
+    path, named = results or local.RESULTS, results is not None
     if machine is not None:
         names = tuple(name.strip() for name in machine.split(",") if name.strip())
-        return Chosen(path, None if ALL in names or not names else names, results is not None, this_machine=False)
-    this_machine = (local.name(),) if results is None else None
-    return Chosen(path, this_machine, results is not None, this_machine=this_machine is not None)
+        return Chosen(path, None if ALL in names or not names else names, named, this_machine=False)
+    return Chosen(path, None if named else (local.name(),), named, this_machine=not named)
 
 
-def usable(by_file: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
+def usable(by_file: list[tuple[Path, Records]], chosen: Chosen, requests_too: bool = False) -> Records:
     """Return all records together. Raises Failure unless one is usable."""
-    from zinfer.record.store import Records
-
     together = Records.together(records for _, records in by_file)
     points, requests = together.points, together.requests
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
         return together
-    if not points and requests and not requests_too:
-        raise Failure(
+    if every:
+        statuses = ", ".join(sorted({point.status for point in every}))
+        text = f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`"
+    elif requests:
+        text = (
             f"{chosen.path} has {counted(len(requests), 'load')} of requests and no point of equal sequences: see "
-            "`zinfer best`, `zinfer report`, `zinfer export --requests`",
-            NOTHING,
+            "`zinfer best`, `zinfer report`, `zinfer export --requests`"
         )
-    if not every:
-        lost = f" ({together.warning})" if together.warning else ""
-        raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
-    statuses = ", ".join(sorted({point.status for point in every}))
-    raise Failure(
-        f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`", NOTHING
-    )
+    else:
+        text = f"{chosen.nothing()}" + (f" ({together.warning})" if together.warning else "")
+    raise Failure(text, NOTHING)

@@ -5,25 +5,33 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
 import click
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
+from zinfer.commands.options import option
+from zinfer.commands.watch import Watch
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.model import ModelError, check_positions
+from zinfer.core.request import Sampling
+from zinfer.core.units import counted, duration, figures
+from zinfer.generation.dialogue import Dialogue
+from zinfer.generation.schedule import largest_load
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.job.batch.packing import best_plan
+from zinfer.job.driver import Driver
+from zinfer.job.recipe import engine_recipe
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
+from zinfer.worker.process import WorkerError
+from zinfer.worker.tasks import BatchStart, BatchStepped
 
-if TYPE_CHECKING:
-    from zinfer.generation.tokenizer_process import TokenizerProcess
-    from zinfer.worker.tasks import BatchStepped
-
-
-INTERRUPTED = 130  # exit code
 STREAM_S = 0.05  # seconds of decoding before new text is shown
 
 
@@ -31,48 +39,21 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 @options.model
 @options.engine
 @options.offload_if_needed
-@click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; without one each line of stdin is a prompt."
-)
-@click.option("--prompt-file", type=click.Path(), help="File with a prompt in each line; - is stdin.")
-@click.option(
-    "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
-)
-@click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0 is greedy.")
-@click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    default=1.0,
-    help="Sample among the likeliest tokens that have this share of the probability.",
-)
-@click.option("--seed", type=int, default=0, help="Seed of the sampling.")
-@click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
+@option("-p --prompt prompts", str, "A prompt. Repeatable; without one each line of stdin is a prompt.", multiple=True)
+@option("--prompt-file", click.Path(), "File with a prompt in each line; - is stdin.")
+@option("--output-len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]")
+@option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
+@option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
+@option("--top-p", options.SHARE, "Sample among the likeliest tokens of this share.", default=1.0)
+@option("--seed", int, "Seed of the sampling.", default=0)
+@option("--ignore-eos", bool, "Generate --output-len tokens, past the end of a text.")
 @chat_options
 @options.load_options
 @options.weights
 @options.timeout(36000, "the whole run")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print a JSON list with an object for each prompt, rates included; with --chat a line for each turn.",
-)
+@option("--json as_json", bool, "Print JSON: a list with an object a prompt, or with --chat a line a turn.")
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    model: str,
-    prompts: tuple[str, ...],
-    prompt_file: str | None,
-    output_len: int | None,
-    batch_size: int | None,
-    as_json: bool,
-    chat: bool,
-    temperature: float,
-    top_p: float,
-    **how: Any,
-) -> None:
+def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
@@ -83,28 +64,16 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat
     """
-    from zinfer.commands.watch import Watch
-    from zinfer.core.model import check_positions
-    from zinfer.core.request import Sampling
-    from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.schedule import largest_load
-    from zinfer.job.batch.packing import best_plan
-    from zinfer.job.driver import Driver
-    from zinfer.job.recipe import engine_recipe
-    from zinfer.worker.process import WorkerError
-    from zinfer.worker.tasks import BatchStart
-
-    _check_options(chat, batch_size, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
-    output_len = output_len or (ANSWER if chat else 32)
+    prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
+    _check_options(chat, batch_size, how["temperature"])
+    sampling = Sampling(temperature=how["temperature"], top_p=how["top_p"], seed=str(how["seed"]))
+    output_len = how["output_len"] or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     recipe = engine_recipe(how["engine"])
     if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
-    loads = options.one_load("run", model, how)
-    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
-    spec = source.spec
-    tokenizer = options.tokenizer_of(spec, how["chat_template"])
+    job = options.prepared("run", how)
+    spec, tokenizer = job.source.spec, job.tokenizer
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
@@ -112,24 +81,22 @@ def command(
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.this_machine(how["nvme_path"])
     length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
-
-    cases = [load.case(source.load_format, spec.dtype, length, output_len) for load in loads]
     rows = batch_size or max(1, len(texts))
-    plan = best_plan(cases, [(length, output_len)] * rows, spec, machine, how["nvme_path"])
-    planner, target = plan.planner(), next(iter(loads.values()))
+    plan = best_plan(job.cases(length, output_len), [(length, output_len)] * rows, spec, machine, how["nvme_path"])
+    planner = plan.planner()
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     with Watch() as watch:
         if ends is not None:
             watch.message(ends)
         try:
-            with Driver(watch.workers(target, how["timeout_s"], debug), watch.loading) as driver:
+            with Driver(watch.workers(job.target, how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
-                    load = largest_load(planner, [(length, output_len)], 1)
-                    opening = BatchStart(load=load, rows=1, arrivals=True, cache_size=how["kv_cache_size"])
-                    limits = AnswerLimits(output_len, spec.max_position, sampling, how["ignore_eos"])
+                    room = largest_load(planner, [(length, output_len)], 1)
+                    opening = BatchStart(load=room, rows=1, arrivals=True, cache_size=how["kv_cache_size"])
+                    limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
                         talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
                     return
@@ -137,10 +104,8 @@ def command(
                     watch.quiet()
                 rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
                 workload = largest_load(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
-                requests = [
-                    prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
-                    for number, ids in enumerate(prompt_ids)
-                ]
+                asked = output_len, sampling, how["ignore_eos"]
+                requests = [prompt_request(number, ids, *asked) for number, ids in enumerate(prompt_ids)]
                 answers = Answers(texts, list(map(len, prompt_ids)), as_json)
                 with Stop() as stop, driver.lend() as worker:
                     worker.ask(BatchStart(load=workload, rows=rows))
@@ -152,7 +117,7 @@ def command(
                     driver.end(kill=True)
                     answers.end()
                     watch.message("interrupted; the text so far is kept")
-                    raise SystemExit(INTERRUPTED)
+                    raise SystemExit(130)
                 answers.end()
         except WorkerError as error:
             raise Failure(error.line, error.exit_code) from None
@@ -163,7 +128,6 @@ class Answers:
     """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], lengths: list[int], as_json: bool) -> None:
-        """Take the prompts and their numbers of tokens."""
         self.tokens, self.seconds = 0, 0.0
         self.prompt_seconds, self._generated = 0.0, 0  # seconds of steps that computed prompts; tokens of other steps
         self.passes = self.drafted = self.accepted = 0
@@ -177,20 +141,14 @@ class Answers:
 
     @property
     def all_begun(self) -> bool:
-        """True once every answer has its first token."""
         return self._begun == len(self._answers)
 
     @property
     def all_ended(self) -> bool:
-        """True once every answer has ended."""
         return self._ended == len(self._answers)
 
     def summary(self) -> str:
         """Return a line about tokens, seconds and rates."""
-        from statistics import median
-
-        from zinfer.core.units import counted, duration, figures
-
         drafts = options.drafts_right(self.drafted, self.accepted)
         passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
         prompts = sum(answer["prompt_tokens"] for answer in self._answers)
@@ -202,11 +160,8 @@ class Answers:
         rate = figures(self.tokens / self.seconds)
         return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate} tok/s ({', '.join(parts)}){passes}"
 
-    def add(self, step: "BatchStepped") -> None:
-        """Add new tokens of rows, and show the text that is next.
-
-        Raises Failure for a row that failed.
-        """
+    def add(self, step: BatchStepped) -> None:
+        """Add new tokens of rows, and show the text that is next. Raises Failure for a row that failed."""
         # Until all have begun a step is one pass; it computes prompts if rows run that have no token yet.
         prompting = len(self._answers) - step.waiting > self._begun
         self.seconds += step.seconds
@@ -228,11 +183,8 @@ class Answers:
             answer["output_text"] += update.delta
             if update.finish_reason is not None:
                 more, decode_s = len(answer["output_ids"]) - 1, self.seconds - answer["ttft_s"]
-                answer |= {
-                    "output_text": update.text,
-                    "finish_reason": update.finish_reason,
-                    "decode_tok_s": round(more / decode_s, 3) if more > 0 and decode_s else None,
-                }
+                rate = round(more / decode_s, 3) if more > 0 and decode_s else None
+                answer |= {"output_text": update.text, "finish_reason": update.finish_reason, "decode_tok_s": rate}
                 self._ended += 1
         if not self._as_json:
             self._show()
@@ -241,31 +193,23 @@ class Answers:
         """Show the rest, also of an interrupted run."""
         if self._as_json:
             click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
-            return
-        for answer in self._answers[self._shown :]:
-            text = answer["prompt"] + answer["output_text"]
-            if self._length or answer["output_text"]:
-                show_generated(f"{text[self._length :]}\n")
-            self._length = 0
-        self._shown = len(self._answers)
+        else:
+            self._show(over=True)
 
-    def _show(self) -> None:
+    def _show(self, over: bool = False) -> None:
         while self._shown < len(self._answers):
             answer = self._answers[self._shown]
             text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
             if answer["output_text"] or ended:
-                show_generated(text[self._length :] + "\n" * ended)
+                show_generated(text[self._length :] + "\n" * (ended or over))
                 self._length = len(text)
-            if not ended:
+            if not (ended or over):
                 return
             self._shown, self._length = self._shown + 1, 0
 
 
-def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
+def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
     """Return the token ids of each prompt. Raises ModelError for a prompt without any."""
-    from zinfer.core.model import ModelError
-    from zinfer.generation.tokenizer_process import Refusal
-
     prompt_ids = []
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         if isinstance(ids, Refusal):
@@ -288,11 +232,7 @@ def _check_options(chat: bool, batch_size: int | None, temperature: float) -> No
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin.
-
-    Raises UsageError if there is none, DocumentError for a file that cannot be read, TextError for a line that is not
-    UTF-8.
-    """
+    """Return the prompts of the options, of the file, or of stdin. Raises UsageError, DocumentError, TextError."""
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":

@@ -1,6 +1,5 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
-import re
 from functools import partial
 from importlib import util
 from typing import Any
@@ -9,72 +8,29 @@ import click
 
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
+from zinfer.job.batch.packing import typical_plan
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
-
-
-def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    for origin in given:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
-    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
 @options.model
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is every one.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0 is any that is free.")
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar=KEY,
-    show_envvar=True,
-    help="Key that every request must send, but those to /health. Other users may see a command line: use the "
-    "environment.",
-)
-@click.option(
-    "--max-queue",
-    type=click.IntRange(min=1),
-    default=1024,
-    help="Rows that may wait for their first token; then requests are refused with status 429.",
-)
-@click.option(
-    "--max-body",
-    type=options.SIZE,
-    default="16MiB",
-    help="Largest body of a request; a larger one is refused with status 413.",
-)
-@click.option(
-    "--kv-cache-size",
-    type=options.SIZE,
-    default="8GiB",
-    help="Most host memory for KV caches of earlier requests, which later ones with the same beginning reuse; 0 keeps "
-    "none.",
-)
-@click.option(
-    "--drain",
-    "drain_s",
-    type=click.FloatRange(min=0),
-    default=30,
-    help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
-)
-@click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    callback=_origins,
-    help="Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
-    "Repeat it for several.",
-)
-@click.option("--quiet", is_flag=True, help="Print no line about each request.")
+@option("--host", str, "Address to listen at; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
+@option("--port", click.IntRange(0, 65535), "Port; 0 is any that is free.", default=8000)
+@option("--api-key", str, "Key that requests must send, but for /health.", metavar="KEY", envvar=KEY, show_envvar=True)
+@option("--max-queue", options.COUNT, "Rows that may wait for their first token; more get status 429.", default=1024)
+@option("--max-body", options.SIZE, "Largest body of a request; larger ones get status 413.", default="16MiB")
+@option("--kv-cache-size", options.SIZE, "Host memory for KV caches that later requests reuse.", default="8GiB")
+@option("--drain drain_s", options.AMOUNT, "Seconds that running requests have at SIGTERM.", default=30)
+@option("--quiet", bool, "Print no line about each request.")
 @options.job_options
 @click.pass_obj
-def command(debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
+def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
     Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
@@ -92,24 +48,20 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
     missing = [name for name in PACKAGES if util.find_spec(name) is None]
     if missing:
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
-    from zinfer.commands.watch import Watch
-    from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.dispatcher import Settings
+    from zinfer.job.serve.dispatcher import Dispatcher, Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
-    loads = options.one_load("serve", model, how)
-    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
-    tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
-    machine = options.this_machine(how["nvme_path"])
-    cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
-    plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], how["max_queue"])
+    job = options.prepared("serve", how)
+    machine, tokenizer = options.this_machine(how["nvme_path"]), job.tokenizer
+    choice = (how["nvme_path"], how["batch_size"], how["max_queue"])
+    plan, load = typical_plan(job.cases(), job.source.spec, machine, *choice)
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
-    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
-    settings = Settings(model, api_key, *(how[name] for name in names))
+    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
+    settings = Settings(how["model"], api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
     except OSError as error:
@@ -118,7 +70,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         if api_key is None and not host.startswith(LOOPBACK):
             watch.message(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
-        make_worker = watch.workers(next(iter(loads.values())), how["timeout_s"], debug, source.revision)
+        make_worker = watch.workers(job.target, how["timeout_s"], debug, job.source.revision)
         if ends is not None:
             watch.message(ends)
 
@@ -127,10 +79,11 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
             watch.message(f"serving {settings.model} at {address}/v1")
 
         log = None if quiet else partial(click.echo, err=True)
-        server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.message, on_ready=ready, log=log,
+        dispatcher = Dispatcher(
+            plan, make_worker, load, settings, tokenizer, on_message=watch.message, on_ready=ready,
             on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
+        server = HttpServer(dispatcher, bound, log)
         watch.message(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

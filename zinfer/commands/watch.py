@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -21,9 +21,7 @@ from zinfer.job.sweep import Events
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey, RequestPoint
-
-if TYPE_CHECKING:
-    from zinfer.worker.process import Worker
+from zinfer.worker import process
 
 LINE_S = 60.0  # seconds between lines on a long stage, where there is no terminal
 MIN_SHARE, MIN_S = 0.02, 3.0  # share and seconds of a stage from which on its remaining time shows
@@ -49,7 +47,7 @@ class Watch:
         self._clock, self._began = clock, clock()
         self._stage, self._stage_began, self._share, self._spoke = "", self._began, 0.0, self._began
         self._outlook: Outlook | None = None
-        self._left_at = self._began
+        self._left_at, self._prefix = self._began, ""
         self._has_link = True  # False on a machine without a GPU, once a load is announced
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -62,9 +60,7 @@ class Watch:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.quiet()
 
     def quiet(self) -> None:
@@ -91,18 +87,15 @@ class Watch:
         if self._bar is None and now - max(self._spoke, self._stage_began) >= LINE_S:
             self.message(f"{self._counted()}{self._prefix}{what} {share:.0%}, {self.times()}")
 
-    _prefix = ""
-
     def times(self) -> str:
         """Return the time since the start, and the time left."""
         now = self._clock()
         seconds = round(now - self._began)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-        left: float | None = None
-        if self._outlook is not None:
-            if self._outlook.seconds_left is not None:
-                left = max(0.0, self._outlook.seconds_left - (now - self._left_at))
-        elif self._share >= MIN_SHARE and now - self._stage_began >= MIN_S:
+        left = None if self._outlook is None else self._outlook.seconds_left
+        if left is not None:
+            left = max(0.0, left - (now - self._left_at))
+        elif self._outlook is None and self._share >= MIN_SHARE and now - self._stage_began >= MIN_S:
             left = (now - self._stage_began) * (1 - self._share) / self._share
         return clock if left is None else f"{clock}, about {duration(max(1, round(left)))} left"
 
@@ -119,10 +112,8 @@ class Watch:
 
     def trying(self, key: Case | RequestKey) -> None:
         """Take the point under way; its label precedes the progress that follows."""
-        if isinstance(key, RequestKey):
-            self._prefix = f"{key.case.label()} {key.requests.loop}: "
-        else:
-            self._prefix = f"{key.label()} batch {key.workload.batch_size}: "
+        case, loop = (key.case, key.requests.loop) if isinstance(key, RequestKey) else (key, None)
+        self._prefix = f"{case.label()} {loop or f'batch {case.workload.batch_size}'}: "
 
     def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
@@ -136,49 +127,41 @@ class Watch:
         """Print the bytes of the loaded weights, the seconds, and their rate."""
         self.message(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
 
-    def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> "Callable[[], Worker]":
+    def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> Callable[[], process.Worker]:
         """Return a factory of workers whose progress is printed. Its arguments are `Worker`'s."""
-        from zinfer.worker.process import Worker
-
-        return partial(
-            Worker,
-            target,
-            timeout_s=timeout_s,
-            on_progress=self.progress,
-            on_loaded=self.loaded,
-            debug=bool(debug),
-            revision=revision,
-        )
+        shown: dict[str, Any] = {"on_progress": self.progress, "on_loaded": self.loaded}
+        return partial(process.Worker, target, timeout_s=timeout_s, debug=bool(debug), revision=revision, **shown)
 
     def point(self, point: Measurement, resumed: bool) -> None:
         """Print a line about a finished point. `resumed` marks a point from a record."""
         workload = point.case.workload
-        head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
+        tail: str = "fits" if point.status == "ok" else point.status
         if point.output_tok_s is not None and point.tpot_ms is not None:
             ttft = sum(point.ttft_ms) / len(point.ttft_ms)
-            tail = (
-                f"{point.output_tok_s:10.2f} tok/s  TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
-            )
-            if point.link_share is not None and self._has_link:
-                tail += f"  link {point.link_share:.0%}"
-            tail = tail if point.status == "ok" else f"{point.status}: {tail}"
-        else:
-            fits = "fits" if point.status == "ok" else point.status
-            tail = fits + (f" ({point.error})" if point.error else "")
-        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+            times = f"TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
+            tail = "" if point.status == "ok" else f"{point.status}: "
+            tail += f"{point.output_tok_s:10.2f} tok/s  {times}{self._link(point.link_share)}"
+        elif point.error:
+            tail += f" ({point.error})"
+        lengths = f"{workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
+        self._finished(f"{point.case.label():24} {lengths}{tail}", resumed)
 
     def requests(self, point: RequestPoint, resumed: bool) -> None:
         """Print a line about a finished load of requests. `resumed` marks a load from a record."""
-        head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
-        if point.output_tok_s is None:
-            tail = point.status + (f" ({point.error})" if point.error else "")
-        else:
+        tail = point.status + (f" ({point.error})" if point.error else "")
+        if point.output_tok_s is not None:
             times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
             words = [f"{name} p99 {duration(value.p99 / 1e3)}" for name, value in times.items() if value is not None]
-            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}"
-            tail += "" if point.link_busy is None or not self._has_link else f"  link {point.link_busy:.0%}"
+            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}{self._link(point.link_busy)}"
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
-        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+        head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
+        self._finished(head + tail, resumed)
+
+    def _link(self, share: float | None) -> str:
+        return "" if share is None or not self._has_link else f"  link {share:.0%}"
+
+    def _finished(self, line: str, resumed: bool) -> None:
+        self.message(self._counted() + line + "  [recorded]" * resumed)
 
     def rows(self, batch: BatchProgress) -> None:
         """Show the progress of a batch job."""
@@ -191,12 +174,4 @@ class Watch:
 
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""
-        return Events(
-            point=self.point,
-            loading=self.loading,
-            loaded=self.loaded,
-            progress=self.progress,
-            outlook=self.outlook,
-            trying=self.trying,
-            requests=self.requests,
-        )
+        return Events(**{each.name: getattr(self, each.name) for each in fields(Events)})

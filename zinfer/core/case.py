@@ -83,17 +83,10 @@ class Case(Frozen):
 
 
 def spread(count: int, every: int) -> tuple[int, ...]:
-    """Return indices of `count` of `every` layers or experts, evenly spaced.
-
-    So what stays on the GPU gives the link time to bring the others.
-    """
+    """Return indices of `count` of `every` layers: evenly spaced, so that the link has time between them."""
     return tuple(index for index in range(every) if (index + 1) * count // every > index * count // every)
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
-    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU.
-
-    `automatic` is the answer for ``auto``. Raises ValueError for anything but ``auto``, a share (``25%``) and a size
-    (``40GiB``).
-    """
+    """Return the `streamable` bytes that ``auto``, a share or a size keeps. Raises ValueError."""
     return 0 if gpu_weights is None else parse_share(gpu_weights, streamable, automatic)

@@ -1,17 +1,10 @@
 """Engines and their options, as data that needs no torch.
 
-A case names an engine and the options in which it differs from the defaults. They are validated once, by
-`resolve_options`, when the case is made, before any process starts::
-
-    resolve_options("stream", {"kv_offload": "auto"})       # (("kv_offload", "auto"),)
-    resolve_options("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
-
-Records may hold options of older versions that are gone by now. `read_options` and `plan_options`, which serve
-planning, leave such options out; `parse_options`, which serves an engine, refuses them. Where a command line or a
-recipe has one of `RETIRED`, `without_retired` leaves it out with a warning.
+A case names an engine and the options in which it differs from the defaults, which `resolve_options` validates once.
+Records may hold options of older versions: `read_options` and `plan_options`, which serve planning, leave them out;
+`parse_options`, which serves an engine, refuses them.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,21 +52,6 @@ class OptionError(ZinferError):
     """An unknown option, a wrong value, or values that contradict each other."""
 
 
-class RetiredOptionWarning(UserWarning):
-    """An option of an earlier version that is ignored."""
-
-
-# Options of earlier versions, and what zinfer does now in any case.
-RETIRED = {
-    "expert_cache": "the experts used least leave the cache first",
-    "expert_guess": "experts are not guessed",
-    "experts_cpu": "the GPU computes all experts",
-    "kv_threads": "as many CPU threads attend as make the shortest step",
-    "library": "TensorRT runs the plan, or TensorRT-RTX where only that is installed",
-    "packed_kernel": "the kernel reads codes on every GPU that runs Triton",
-    "prefill_tokens": f"up to {PREFILL_TOKENS:,} prompt tokens are in one forward pass",
-}
-
 CHUNK_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer chunks
 MIN_CHUNKS = 8  # of a layer, where several GPUs would have it in larger ones
@@ -83,19 +61,11 @@ KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpac
 def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
     """Return how many times `CHUNK_BYTES` cross the link in one copy.
 
-    Each copy and each unpacking costs launches: it is 4 where a weight takes 4 bits there, 2 for a large layer
-    (`layer_bytes`, unpacked). Several `gpus`, each of which copies its part of a chunk and launches the gather of all
-    parts besides, take as many times as there are GPUs, or fewer, so that a layer has `MIN_CHUNKS` chunks.
+    Each copy and each unpacking costs launches: it is 4 where a weight takes 4 bits there, 2 for a large layer. Several
+    `gpus`, which also launch a gather of a chunk's parts, take as many, or fewer, so that a layer has `MIN_CHUNKS`.
     """
     alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
     return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
-
-
-# Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
-# pairs of a token and an expert, at most, for each expert that a layer has. Unpacking reads and writes some eight times
-# the bytes of codes of 4 bits, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic
-# grows with them.
-CODED_TOKENS, CODED_PAIRS = 64, 2
 
 
 class Transport(Frozen):
@@ -130,46 +100,45 @@ class EngineOptions(Frozen):
         return None
 
 
+def _described(default: Option, text: str, **settings: Any) -> Any:
+    return Field(default, description=text, **settings)
+
+
 class StreamOptions(EngineOptions):
     """Options of `stream`."""
 
-    weight_codec: Codec = Field("auto", description="How weights cross the link; auto: lossless where that pays.")
-    packed: str = Field(
-        "auto", title="FOLDER", coerce_numbers_to_str=True,
-        description="Packed layers of `zinfer pack`; auto: those in engines/packed, if there are any.",
-    )  # fmt: skip
-    kv_offload: KVOffload = Field(
-        "auto", description="Sequences with their KV cache in host memory: none, all (cpu), or as many as is fastest."
+    weight_codec: Codec = _described("auto", "How weights cross the link; auto: lossless where that pays.")
+    packed: str = _described(
+        "auto", "Folder of `zinfer pack`; auto: if there is one.", title="FOLDER", coerce_numbers_to_str=True
     )
-    kv_attention: KVAttention = Field(
-        "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
+    kv_offload: KVOffload = _described(
+        "auto", "Sequences with their KV cache in host memory: none, all (cpu), or as many as is fastest."
     )
-    kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+    kv_attention: KVAttention = _described(
+        "auto", "The device that attends to a KV cache in host memory; auto: the faster."
     )
-    draft: str = Field(
-        "none", title="ngram|MODEL", min_length=1, coerce_numbers_to_str=True,
-        description="Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
+    kv_cache_dtype: KVCacheDtype = _described("auto", "Type of the KV cache; auto: that of the weights.")
+    cuda_graphs: Literal["auto", "off"] = _described(
+        "auto", "Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+    )
+    draft: str = _described(
+        "none",
+        "Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
         "MODEL: those of a small model of the same tokenizer, on the GPU.",
-    )  # fmt: skip
-    experts: Experts = Field(
-        "auto",
-        description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "
-        "step at batch 1 then brings clearly fewer bytes.",
+        title="ngram|MODEL",
+        min_length=1,
+        coerce_numbers_to_str=True,
     )
-    host_weights: Share = Field(
-        "auto", title="SIZE",
-        description="Weights that host memory keeps with offload nvme, a size or a share such as 40%, so that only the "
-        "rest is read from disk in each pass; auto: as many as it has room for.",
-    )  # fmt: skip
-    experts_kernel: Literal["auto", "off"] = Field(
-        "auto",
-        description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
+    experts: Experts = _described(
+        "auto", "Routed experts that cross the link; auto: on-demand where that brings clearly fewer bytes."
     )
-    gpus: Count = Field(
-        1, description="GPUs of the host, each with its own link: they share out weights and rows; with offload cpu."
+    host_weights: Share = _described(
+        "auto", "Weights in host memory with offload nvme: a size, or 40%; auto: all that fit.", title="SIZE"
     )
+    experts_kernel: Literal["auto", "off"] = _described(
+        "auto", "Routed experts in passes of few tokens by an own kernel; auto: where Triton runs."
+    )
+    gpus: Count = _described(1, "GPUs, each with its own link: they share weights and rows; with offload cpu.")
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
@@ -212,12 +181,9 @@ class StreamOptions(EngineOptions):
 class DeepSpeedOptions(EngineOptions):
     """Options of `deepspeed`."""
 
-    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
-    tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
-    gpus: Count = Field(
-        1, description="GPUs of the host: they share out rows, and ZeRO divides every weight between them; with "
-        "offload cpu.",
-    )  # fmt: skip
+    pin_memory: StrictBool = _described(True, "Weights in page-locked host memory.")
+    tuned: StrictBool = _described(True, "Settings tuned for decode; false: those of DeepSpeed's own example.")
+    gpus: Count = _described(1, "GPUs: they share rows, and ZeRO divides every weight; with offload cpu.")
 
     def conflict(self, offload: Offload) -> str | None:
         if self.gpus == 1 or offload == "cpu":
@@ -232,7 +198,7 @@ class DeepSpeedOptions(EngineOptions):
 class AccelerateOptions(EngineOptions):
     """Options of `accelerate`."""
 
-    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
+    pin_memory: StrictBool = _described(True, "Weights in page-locked host memory.")
 
     def transport(self) -> Transport:
         return Transport(fetched="matrix", overlapped=False, placed_once=True)
@@ -241,26 +207,23 @@ class AccelerateOptions(EngineOptions):
 class TensorRTOptions(EngineOptions):
     """Options of `tensorrt`."""
 
-    plan: str = Field(
-        "auto", title="FILE", coerce_numbers_to_str=True,
-        description="The plan of `zinfer pack --engine tensorrt` to run; auto: the one in engines/plans that serves.",
-    )  # fmt: skip
+    plan: str = _described(
+        "auto", "Plan of `zinfer pack`; auto: one that serves.", title="FILE", coerce_numbers_to_str=True
+    )
 
 
 class PlanOptions(Frozen):
     """All options that change a plan. Any engine may be planned with them, even if it cannot run so."""
 
-    weight_codec: Codec = Field("none", description="How weights cross the link.")
-    gpus: Count = Field(1, description="GPUs, each with its own link.")
-    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
-    kv_offload: KVOffload = Field("none", description="Sequences with their KV cache in host memory.")
-    kv_attention: KVAttention = Field("gpu", description="The device that attends to a KV cache in host memory.")
-    kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attended in a record.")
-    kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
-    experts: Experts = Field("all", description="Routed experts that cross the link.")
-    host_weights: Share = Field(
-        "auto", title="SIZE", description="Weights that host memory keeps with offload nvme."
-    )  # fmt: skip
+    weight_codec: Codec = "none"
+    gpus: Count = 1
+    pin_memory: StrictBool = True
+    kv_offload: KVOffload = "none"
+    kv_attention: KVAttention = "gpu"
+    kv_threads: Literal["auto"] | Count = "auto"  # CPU threads that attended in a record
+    kv_cache_dtype: KVCacheDtype = "auto"
+    experts: Experts = "all"
+    host_weights: Share = Field("auto", title="SIZE")
 
     @property
     def kv_quantized(self) -> bool:
@@ -368,10 +331,8 @@ def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = F
     options: dict[str, Option] = {}
     for name, value in given.items():
         if name not in fields:
-            hint = did_you_mean(name, fields)
-            raise OptionError(
-                f"engine {engine} has no option {name[:60]!r}{hint}; its options: {', '.join(fields) or 'none'}"
-            )
+            names = f"its options: {', '.join(fields) or 'none'}"
+            raise OptionError(f"engine {engine} has no option {name[:60]!r}{did_you_mean(name, fields)}; {names}")
         model = kind if name in kind.model_fields else PlanOptions
         try:
             options[name] = getattr(model.model_validate({name: value}), name)
@@ -382,13 +343,6 @@ def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = F
     return without_defaults(engine, tuple(options.items()))
 
 
-def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` without `RETIRED` ones; warn about each of these."""
-    for name in RETIRED.keys() & options.keys():
-        warnings.warn(RetiredOptionWarning(f"option {name} is gone and ignored: {RETIRED[name]}"), stacklevel=2)
-    return {name: value for name, value in options.items() if name not in RETIRED}
-
-
 def option_text(value: object) -> str:
     """Return `value` as it is typed, at most 60 characters of it."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:60]
@@ -396,20 +350,14 @@ def option_text(value: object) -> str:
 
 def without_defaults(engine: str, options: Options) -> Options:
     """Return `options` that differ from the defaults, sorted by name."""
-    fields = _options(engine).model_fields
-    default = {name: field.default for name, field in fields.items()}
-
-    def differs(name: str, value: Option) -> bool:
-        return name not in default or (type(value), value) != (type(default[name]), default[name])
-
-    return tuple(sorted((name, value) for name, value in dict(options).items() if differs(name, value)))
+    default = {name: (type(field.default), field.default) for name, field in _options(engine).model_fields.items()}
+    return tuple(
+        sorted((name, value) for name, value in dict(options).items() if default.get(name) != (type(value), value))
+    )
 
 
 def parse_options(engine: str, options: Options, offload: Offload) -> Any:
-    """Return the typed options of an engine that is about to run.
-
-    Raises OptionError as `resolve_options` does, and for values that contradict each other or the offload.
-    """
+    """Return the typed options of an engine that is about to run. Raises OptionError, also for a conflict."""
     if engine not in ENGINES:
         return EngineOptions()
     settings = _options(engine).model_validate(dict(resolve_options(engine, dict(options))))
@@ -440,27 +388,21 @@ def draft_model(engine: str, options: Options) -> str | None:
 def conflict(
     engine: str, options: Options, offload: Offload, weights: Weights = "as-released", gpu_weights: str | None = None
 ) -> str | None:
-    """Return why the settings of a case contradict each other.
-
-    Settings are the options, the offload, the format of the weights, and the part of them that stays on the GPU.
-    """
+    """Return why options, offload, format and part of the weights contradict."""
     kind = ENGINES.get(engine)
     if weights != "as-released" and kind is not None and weights not in kind.native_formats:
-        able = ", ".join(
-            name
-            for name, other in ENGINES.items()
-            if other.only_as_released is None and weights in (other.native_formats or [weights])
-        )
+        takes = {
+            name: other.native_formats or [weights] for name, other in ENGINES.items() if not other.only_as_released
+        }
+        able = ", ".join(name for name, formats in takes.items() if weights in formats)
         if kind.only_as_released is not None:
             return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({kind.only_as_released})"
         if kind.native_formats:
             return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.native_formats)}"
     settings = read_options(engine, options)
     if gpu_weights == "auto" and offload != "none" and settings.transport().placed_once:
-        return (
-            f"--gpu-weights auto is decided for each batch, and engine {engine} places its weights once, when it loads "
-            "them: give a share (25%) or a size (40GiB)"
-        )
+        fixed = f"engine {engine} places its weights once, when it loads them: give a share (25%) or a size (40GiB)"
+        return f"--gpu-weights auto is decided for each batch, and {fixed}"
     return settings.conflict(offload)
 
 

@@ -1,10 +1,7 @@
 """Machines: memory of each tier, and bandwidth of the links between tiers.
 
-Host-to-device bandwidth decides the speed of weight streaming. A datasheet's value is 10-15% above what a copy reaches,
-so a measured machine (`zinfer probe`) takes precedence over a catalogue entry, every figure of the catalogue states its
-source, and `override` answers "what if the link were ..."::
-
-    override(load("h100-80gb"), "h2d_bandwidth=200GB/s").describe("h2d_bandwidth")
+A datasheet's bandwidth is 10-15% above what a copy reaches, so a measured machine (`zinfer probe`) takes precedence
+over a catalogue entry, and every figure of the catalogue states its source.
 """
 
 import re
@@ -39,8 +36,7 @@ SHARING = 8  # query heads a key head that `grouped_attention_bandwidth` is meas
 
 
 class Machine(Frozen):
-    """One host with zero or more equal GPUs. Sizes in bytes, bandwidths in bytes per second; None is unknown, never
-    zero.
+    """One host with zero or more equal GPUs. Bytes, and bytes per second; None is unknown, never zero.
 
     Without a GPU the CPU is the device: device memory is host memory and the "link" is a copy within it.
     """
@@ -88,9 +84,8 @@ class Machine(Frozen):
     def attention_rate(self, sharing: int) -> float | None:
         """Return `attention_bandwidth` for `sharing` query heads a key head.
 
-        The products for each byte grow with `sharing`, and limit it; `GROUPED_SHARE` holds where that was not measured.
-        The CPU alone is no slower than while the link copies: where it was measured so, its first samples were too
-        early.
+        The products for each byte grow with `sharing`. The CPU alone is no slower than while the link copies: where it
+        was measured so, its first samples were too early.
         """
         if self.attention_bandwidth is None:
             return None
@@ -106,9 +101,8 @@ class Machine(Frozen):
     def at_peak(self) -> "Machine":
         """Return the machine with its rates at their peaks.
 
-        Matrix products and GPU memory are as in the vendor's datasheet, the link as its wire carries it. Pageable
-        memory is as fast as page-locked memory then, since only its driver is slower. Figures without a known peak, and
-        those set by hand, stay.
+        They are the vendor's, the link's that of its wire, and pageable memory's that of page-locked memory. Figures
+        without a known peak, and those set by hand, stay.
         """
         alike = (entry for entry in catalogue().values() if entry.get("gpu_name") == self.gpu_name)
         peaks = self.peaks or next((entry["peaks"] for entry in alike if "peaks" in entry), {})
@@ -153,14 +147,12 @@ def _text(field: str, value: float) -> str:
 def override(machine: Machine, setting: str) -> Machine:
     """Return a copy of `machine` with one figure replaced; its source then says so.
 
-    A setting is ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or ``matmul_flops=400TFLOP/s``. Raises MachineError for
-    a field that is not in `FIGURES`, and for a value that is no positive quantity of its unit.
+    A setting is ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or ``matmul_flops=400TFLOP/s``. Raises MachineError.
     """
     field, _, text = (part.strip() for part in setting.partition("="))
     if field not in FIGURES:
-        raise MachineError(
-            f"{setting!r} is not a setting of a machine: write FIELD=VALUE with FIELD one of {', '.join(FIGURES)}"
-        )
+        names = ", ".join(FIGURES)
+        raise MachineError(f"{setting!r} is not a setting of a machine: write FIELD=VALUE with FIELD one of {names}")
     if field == "host_bytes" and machine.unified:
         raise MachineError(f"{setting!r}: CPU and GPU of {machine.name} share one memory, of which it has no more")
     try:
@@ -184,8 +176,7 @@ def override(machine: Machine, setting: str) -> Machine:
 
 
 def _flops(text: str) -> int:
-    """Return the FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``; prefixes are the decimal ones. Raises
-    ValueError."""
+    """Return the FLOP/s of ``400TFLOP/s``, ``400 TFLOPS`` or ``4e14``, decimal prefixes. Raises ValueError."""
     bare = re.sub(r"FLOP(S|/s)?$", "B", text.strip(), flags=re.IGNORECASE)
     if bare == text.strip() and not re.fullmatch(r"[\d.e]+", bare, re.IGNORECASE):
         raise ValueError(f"{text!r} is not a rate of operations")

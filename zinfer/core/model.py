@@ -1,9 +1,8 @@
 """Models: parameters, bytes and FLOPs of a decoder-only model, from its shape.
 
-A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
-a step, so time is counted in bytes here, and they are exact: they come from the `transformers` model itself, built
-without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts (a test compares them); on machines
-without torch, the closed forms of `zinfer.checkpoint.formula` replace it.
+Decode reads every weight once a step, so time is counted in bytes here, and they are exact: they come from the
+`transformers` model itself, built without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts
+(a test compares them).
 """
 
 import json
@@ -49,8 +48,7 @@ _WITHOUT_INTERFACE = {
 _OWN_KEYS = {
     "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots3_note",
     "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "inkling2_text", "jetmoe", "kimi_k2", "kimi_k25",
-    "kimi_linear",
-    "minicpm3", "mistral_large4", "youtu",
+    "kimi_linear", "minicpm3", "mistral_large4", "youtu",
 }  # fmt: skip
 ATTEND_THEMSELVES = frozenset(_WITHOUT_INTERFACE | _OWN_KEYS)
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
@@ -62,13 +60,9 @@ class ModelError(ZinferError):
 
 
 class Matrix(NamedTuple):
-    """Weights ``[rows, columns]`` of a linear module, or of each of `experts`.
+    """Weights ``[rows, columns]`` of a linear module, or of each of `experts`."""
 
-    `name` is the module's name within its layer, as checkpoints store it; ``*`` stands for the number of an expert. A
-    name of experts without it is that of one stored tensor for all of them.
-    """
-
-    name: str
+    name: str  # within its layer, as stored; ``*`` is the number of an expert, without it one tensor has them all
     rows: int
     columns: int
     experts: int = 0
@@ -128,11 +122,7 @@ class Routing(Frozen):
     hits: Mapping[ExpertPolicy, tuple[tuple[int, float, float], ...]] = Field(default_factory=dict)
 
     def hit_rate(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
-        """Return the recorded share of needs that an expert cache meets.
-
-        The cache holds the share `cached` of all experts. The rate is interpolated between the nearest recorded sizes
-        and numbers of tokens.
-        """
+        """Return the recorded share of needs that a cache meets: of the share `cached` of experts, interpolated."""
         by_tokens: dict[int, list[tuple[float, float]]] = {}
         for step, size, hits in sorted(self.hits.get(policy, ())):
             by_tokens.setdefault(step, [(0.0, 0.0)]).append((size, hits))
@@ -171,7 +161,6 @@ class ModelSpec(Shape):
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Parameters of each decoder layer, in depth order."""
         return tuple(layer.parameters for layer in self.layers)
 
     def __copy__(self) -> Self:
@@ -197,7 +186,6 @@ class ModelSpec(Shape):
 
     @property
     def parameters(self) -> int:
-        """Parameters of its layers and of all that is outside layers."""
         return self._in_layers + self.other_parameters
 
     @property
@@ -206,18 +194,11 @@ class ModelSpec(Shape):
         return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
 
     def parameters_read(self, batch_size: int) -> float:
-        """Return the expected number of parameters that a decode step reads.
-
-        Experts count if some of `batch_size` tokens is sent to them: (1 - (1 - k/E)^B) of them if tokens choose
-        independently.
-        """
+        """Return the expected number of parameters that a decode step reads."""
         return self.parameters - self._routed * (1 - self.touched_share(batch_size))
 
     def touched_share(self, tokens: int) -> float:
-        """Return the expected share of a layer's experts that tokens reach.
-
-        It is what `routing` says; beyond that, tokens choose independently and all experts alike: 1 - (1 - k/E)^n.
-        """
+        """Return the expected share of a layer's experts that tokens reach: `routing`, then 1 - (1 - k/E)^n."""
         shares = [(1, self.experts_per_token / max(1, self.num_experts))]
         shares += [] if self.routing is None else self.routing.touched
         last, share = shares[-1]
@@ -258,12 +239,10 @@ class ModelSpec(Shape):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one parameter."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
         return self.parameters * self.dtype_bytes
 
     @property
@@ -316,11 +295,7 @@ class ModelSpec(Shape):
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
-        """Return the FLOPs of a prefill of `input_len` tokens.
-
-        They are those of `decode_flops` for every position (causal: half the context on average, until a window is
-        full); the head runs for the last position only.
-        """
+        """Return the FLOPs of a prefill of `input_len` tokens; the head runs for the last position only."""
         head = 2 * self.vocab_size * self.hidden_size
         attention = self.prefill_attention_flops(batch_size, input_len)
         return batch_size * (input_len * (2 * self._matmul_parameters - head) + head) + attention
@@ -339,10 +314,7 @@ class ModelSpec(Shape):
         return layers + self.vocab_size * self.hidden_size
 
     def slice(self, layers: int) -> "ModelSpec":
-        """Return this model with its first `layers` decoder layers only.
-
-        Raises ModelError unless 1 <= layers <= num_layers.
-        """
+        """Return this model with its first `layers` decoder layers only. Raises ModelError."""
         if not 1 <= layers <= self.num_layers:
             raise ModelError(f"--layers {layers}: {self.name} has {self.num_layers} layers")
         config = cut(self.config, self.num_layers, layers)
@@ -356,18 +328,12 @@ class ModelSpec(Shape):
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
-    """Shorten the `config` of a model to its first `layers`.
-
-    It cuts the depth itself, whatever its key, and each list or string with an item a layer; in the text model's
-    configuration if that is nested.
-    """
+    """Shorten the `config` of a model to its first `layers`: the depth, and lists with an item a layer."""
 
     def first(key: str, value: Any) -> Any:
         if key in CONFIG_KEYS["num_layers"] and value == depth:
             return layers
-        if key == "num_kv_shared_layers" and isinstance(
-            value, int
-        ):  # of last layers that use the cache of earlier ones
+        if key == "num_kv_shared_layers" and isinstance(value, int):  # the last ones use the cache of earlier ones
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
             text = key in ("text_config", "sparse_attention_config")
@@ -387,22 +353,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
-def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary positions, under their newer or older name."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling")
-    return settings if isinstance(settings, Mapping) else {}
-
-
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Return `positions`, or those to which YaRN or dynamic NTK stretch them.
+    """Return `positions`, or those that YaRN or longrope serve.
 
-    `settings` are those of rotary positions. The documentation of `transformers` (``RopeParameters``) gives the bound:
-    a factor of x serves sequences of x times the original length. (Model cards of Qwen add YaRN to a configuration and
-    leave ``max_position_embeddings`` as it was; dynamic NTK begins beyond it.)
+    `settings` are those of rotary positions. A factor of x serves sequences of x times the original length, says
+    `transformers` (``RopeParameters``); model cards of Qwen add YaRN and leave ``max_position_embeddings`` as it was.
+    Longer sequences of dynamic NTK or longrope have other keys from their first token on.
     """
     kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
-    original = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
-    if positions is None or kind not in ("yarn", "dynamic") or type(original) is not int:
+    original = settings.get("original_max_position_embeddings") or positions
+    if positions is not None and kind in ("longrope", "su") and type(original) is int:
+        return min(positions, original)
+    if positions is None or kind != "yarn" or type(original) is not int:
         return positions
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:
         return positions
@@ -412,10 +374,8 @@ def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
     """Raise ModelError if prompt and answer exceed the model's positions."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
-        raise ModelError(
-            f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "
-            f"positions of {spec.name}"
-        )
+        lengths = f"{prompt or f'--input-len {input_len}'} and --output-len {output_len}"
+        raise ModelError(f"{lengths} exceed the {spec.max_position} positions of {spec.name}")
 
 
 def config_text(spec: ModelSpec) -> str:

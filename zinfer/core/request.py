@@ -27,10 +27,7 @@ GREEDY = Sampling()
 
 
 def nth_seed(seed: str, number: int) -> str:
-    """Return the seed of row `number` of several with one seed.
-
-    The first row keeps it, so that equal requests draw equal tokens, alone or with others, in every command.
-    """
+    """Return the seed of row `number` of several: the first row keeps `seed`."""
     return f"{seed}/{number}" if number else seed
 
 
@@ -38,9 +35,8 @@ def nth_seed(seed: str, number: int) -> str:
 class Request:
     """One answer to generate: token ids, sampling and limits.
 
-    `left` tokens may follow `output_ids`. The text continues that of the prompt; with `chat` it is a text of
-    its own. `stream` asks for new text as it comes, `logprobs` for the scores of tokens, with that many alternatives,
-    `echo` for the text of the prompt, and its scores. Requests of several `owner`s share memory.
+    `left` tokens may follow `output_ids`. The text continues the prompt's, unless `chat`. `stream` asks for text as it
+    comes, `logprobs` for scores with that many alternatives, `echo` for the prompt's. `owner`s share memory.
     """
 
     prompt_ids: Sequence[int]
@@ -105,9 +101,8 @@ class Failure(Message):
 class Update(Message):
     """New tokens of the request `key`, and its end or failure.
 
-    `delta` is new text, if the request streams; `text` is the whole text, once it has ended. `scores` are those of the
-    tokens and of the end token; `prompt` comes once, before the first token, if the request echoes. `cached` counts the
-    prompt's tokens that were reused and not computed.
+    `delta` is new text, if the request streams; `text` the whole one, at the end. `scores` count the end token, too;
+    `prompt` comes once, if the request echoes. `cached` counts the prompt's tokens that were reused.
     """
 
     key: int

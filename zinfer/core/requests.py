@@ -7,7 +7,6 @@ at random times of a Poisson process, whatever the machine does meanwhile. Names
 
 import math
 import random
-import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -25,7 +24,6 @@ FORM = (
     "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
     "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
 )
-_COUNT = re.compile(r"([0-9]{1,6})(x?)")
 
 
 class Lengths(NamedTuple):
@@ -38,9 +36,8 @@ class Lengths(NamedTuple):
 class LengthDistribution(Frozen):
     """Distribution of the lengths of requests; prompts and answers are independent.
 
-    `input_len` and `output_len` are the means before lengths are cut to `max_input_len` and `max_output_len`. `sigma`
-    is the standard deviation of a log-normal length's logarithm; a uniform length is within `spread`, a share, of its
-    mean.
+    `input_len` and `output_len` are the means before lengths are cut. `sigma` is the standard deviation of a log-normal
+    length's logarithm; a uniform length is within `spread`, a share, of its mean.
     """
 
     kind: Literal["lognormal", "uniform", "fixed"]
@@ -53,8 +50,7 @@ class LengthDistribution(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the distribution of a text such as ``lognormal:245,106,max_input_len=1500,sigma=0.8``. Raises
-        ValueError in one line."""
+        """Return the distribution of a text such as ``lognormal:245,106,sigma=0.8``. Raises ValueError."""
         kind, _, rest = text.strip().partition(":")
         means, settings = (parts := rest.split(","))[:2], [part.partition("=")[::2] for part in parts[2:]]
         fields = {"kind": kind} | dict(zip(("input_len", "output_len"), means, strict=False))
@@ -79,13 +75,8 @@ class LengthDistribution(Frozen):
     def draw(self, count: int, seed: int) -> list[Lengths]:
         """Return the lengths of `count` requests; equal seeds give equal lengths."""
         dice = random.Random(f"lengths {seed}")
-        return [
-            Lengths(
-                self._length(self.input_len, self.max_input_len, dice),
-                self._length(self.output_len, self.max_output_len, dice),
-            )
-            for _ in range(count)
-        ]
+        means = (self.input_len, self.max_input_len), (self.output_len, self.max_output_len)
+        return [Lengths(*(self._length(*mean, dice) for mean in means)) for _ in range(count)]
 
     def _length(self, mean: int, longest: int, dice: random.Random) -> int:
         length = float(mean)
@@ -99,24 +90,10 @@ class LengthDistribution(Frozen):
 _SHAPES = {"lognormal": "sigma", "uniform": "spread"}  # setting of a kind
 
 
-def count_of(asked: int | str | None, in_flight: int | float | str | None) -> int | None:
-    """Return the number of requests of a load; ``10x`` is relative."""
-    return int(asked.removesuffix("x")) * int(in_flight or 0) if isinstance(asked, str) else asked
-
-
 def _in_flight(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= MAX_REQUESTS):
         return value
     raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MAX_REQUESTS:,}")
-
-
-def _count(value: Any) -> Any:
-    match = _COUNT.fullmatch(str(value)) if type(value) in (int, str) else None
-    if match is None or not 1 <= int(match[1]) <= MAX_REQUESTS:
-        raise ValueError(
-            f"requests of a load: write a whole number from 1 to {MAX_REQUESTS:,}, or 10x: ten times those in flight"
-        )
-    return match[0] if match[2] else int(match[1])
 
 
 def _rate(value: Any) -> Any:
@@ -130,21 +107,17 @@ def _rate(value: Any) -> Any:
 Order = Literal["given", "longest-first"]
 InFlight = Annotated[int | Literal["auto"], BeforeValidator(_in_flight)]
 RequestRate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
-RequestCount = Annotated[int | str, BeforeValidator(_count)]
+RequestCount = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 
 
 class RequestLoad(Frozen):
     """Load of requests, a part of the key of its record.
 
-    `source` is the distribution of lengths, or the name and the checksum of a file.
-
-    One of two is set. `in_flight`, a closed loop: this many requests at a time, or as many as there is room for
-    (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``). `order` is that in which
-    requests come in a closed loop of a number: as given, or those with the longest answers first, as a job comes whose
-    requests are all known, so that it does not end with a few long answers alone.
+    `in_flight` (a closed loop: requests at a time, or as many as fit) or `request_rate` (an open one: requests a
+    second, or all at once) is set. In a closed loop of a number the longest answers may come first.
     """
 
-    source: str
+    source: str  # distribution of lengths, or name and checksum of a file
     requests: int = Field(ge=1, le=MAX_REQUESTS)
     seed: int = Field(default=0, ge=0, le=MOST)
     in_flight: InFlight | None = None
@@ -160,10 +133,7 @@ class RequestLoad(Frozen):
         return self
 
     def arrivals(self) -> list[float]:
-        """Return the seconds at which requests arrive, ascending; equal seeds, equal times.
-
-        Requests of a closed loop are there from the start.
-        """
+        """Return the seconds at which requests arrive, ascending; equal seeds, equal times."""
         if not isinstance(self.request_rate, float):
             return [0.0] * self.requests
         dice, moment, times = random.Random(f"arrivals {self.seed}"), 0.0, list[float]()
@@ -175,10 +145,9 @@ class RequestLoad(Frozen):
     @property
     def loop(self) -> str:
         """Text of how requests arrive: ``64 in flight``, ``2 a second``."""
-        if isinstance(self.in_flight, int):
-            return f"{self.in_flight:,} in flight{', the longest first' if self.order != 'given' else ''}"
         if self.in_flight is not None:
-            return "auto in flight"
+            number = f"{self.in_flight:,}" if isinstance(self.in_flight, int) else "auto"
+            return f"{number} in flight{', the longest first' if self.order != 'given' else ''}"
         return "all at once" if self.request_rate == "inf" else f"{figures(float(self.request_rate or 0))} a second"
 
     def describe(self) -> str:

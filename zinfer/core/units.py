@@ -18,10 +18,7 @@ MAX_BYTES = 10**18  # largest size that is typed: a million TB
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size (``40GiB``, ``4096``), or a rate (``200GB/s``).
-
-    Raises ValueError, with the accepted suffixes, for anything else.
-    """
+    """Return the bytes of a size (``40GiB``, ``4096``), or a rate (``200GB/s``). Raises ValueError."""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in _BY_UPPER:
         raise ValueError(f"{text[:40]!r} is not a size: write a number with B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
@@ -32,10 +29,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_share(text: str, whole: int, automatic: int = 0) -> int:
-    """Return the bytes of a share (``25%``) or a size.
-
-    ``auto`` is `automatic` bytes. Raises ValueError for anything else.
-    """
+    """Return the bytes of a share (``25%``) or a size; `automatic` for ``auto``. Raises ValueError."""
     if text == "auto":
         return min(automatic, whole)
     if text.endswith("%"):

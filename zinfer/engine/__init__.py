@@ -14,10 +14,8 @@ class EngineError(ZinferError):
 
 
 def kind(name: str) -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`. Checks that what it requires is installed.
-
-    Raises EngineError when there is no such engine, or when a package is missing.
-    """
+    """Return the entry of engine `name` in `ENGINES`. Checks that what it requires is installed. Raises EngineError
+    when there is no such engine, or when a package is missing."""
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")
     entry = ENGINES[name]

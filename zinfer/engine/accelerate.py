@@ -1,13 +1,9 @@
 """Hugging Face Accelerate: hooks that fetch a module's weights before it runs and drop them after it.
 
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
-memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
-Page-locked memory, which a user can add, is worth a factor of six on PCIe; Accelerate pins nothing by itself.
-Weights outside the decoder layers, and weights shared by layers, stay on the device, as a user's device map
-would have it, and with `--gpu-weights` the first layers, as in the map that `device_map="auto"` makes for a limit of
-memory (`max_memory`): each weight lies in one place, on the device or off it.
-
-Source: Accelerate 1.15, `utils/modeling.py` (`set_module_tensor_to_device`).
+memory: nothing overlaps (Accelerate 1.15, `set_module_tensor_to_device`). Page-locked memory, which a user can add, is
+worth a factor of six on PCIe. Weights outside the decoder layers, and weights shared by layers, stay on the device, and
+with `--gpu-weights` the first layers, as in the map that `device_map="auto"` makes for a limit of memory.
 """
 
 import dis
@@ -30,11 +26,9 @@ from zinfer.system.scratch import Scratch
 
 
 class Accelerate(Decoder[DecoderBatch]):
-    """Engine `accelerate`: the model on the device, or most layers off it.
-
-    Offload `none` keeps it whole, `cpu` and `nvme` keep all other layers in host memory or in files. Files are
-    read through the page cache, as Accelerate does it: files that fit into free host memory are read from there.
-    """
+    """Engine `accelerate`: the model on the device, or most layers off it. Offload `none` keeps it whole, `cpu` and
+    `nvme` keep all other layers in host memory or in files. Files are read through the page cache, as Accelerate does
+    it: files that fit into free host memory are read from there."""
 
     options: AccelerateOptions
     _arena: PinnedArena | None = None
@@ -58,9 +52,11 @@ class Accelerate(Decoder[DecoderBatch]):
         if case.offload == "cpu":
             blocks, size = lay_out(streamed.items())
             self._arena = PinnedArena(size, self.options.pin_memory and self.device.type == "cuda", self.progress)
+            self._opened.callback(self._arena.close)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
             self._folder = offload_folder(self.plan.nvme_path)
+            self._opened.callback(self._folder.cleanup)
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in host:
@@ -82,7 +78,7 @@ class Accelerate(Decoder[DecoderBatch]):
             }  # fmt: skip
             self._offloaded = _Weights(host, self._folder.name if self._folder else None, shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
-        self._ready(state.layers[0])
+        self._ready()
 
     def _attach(self, layers: Mapping[str, bool]) -> None:
         """Set Accelerate's own hooks on `layers`; True is offloaded."""
@@ -125,16 +121,6 @@ class Accelerate(Decoder[DecoderBatch]):
                 **({} if self._stay is None else {"resident_layers": self._stay}),
             },
         )
-
-    def close(self) -> None:
-        super().close()
-        self._offloaded = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
 
 def _reads_children(module: nn.Module) -> bool:

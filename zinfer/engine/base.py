@@ -25,11 +25,8 @@ from zinfer.system.host import peak_bytes
 
 
 class MicroBatch:
-    """Rectangle of sequences with a KV cache (FlexGen's term, arXiv:2303.06865).
-
-    Every sequence has `length` tokens in the cache, padding included, and there is room for `capacity`. The first
-    `prompt_len` of them are the prompt's.
-    """
+    """Rectangle of sequences with a KV cache (FlexGen's term, arXiv:2303.06865). Every sequence has `length` tokens in
+    the cache, padding included, and there is room for `capacity`. The first `prompt_len` of them are the prompt's."""
 
     def __init__(self, batch_size: int, prompt_len: int, capacity: int) -> None:
         if not 0 < prompt_len <= capacity:
@@ -59,8 +56,7 @@ class Engine(ABC, Generic[B]):
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
-    max_shared_prefix: int | None = None  # tokens up to which sequences that begin alike have the same keys
-    recompute_beyond: int | None = None  # tokens beyond which a sequence is computed anew, as `generate` does
+    recompute_beyond: int | None = None  # tokens beyond which a sequence has other keys, and is computed anew
 
     @property
     def one_pass(self) -> bool:
@@ -102,25 +98,19 @@ class Engine(ABC, Generic[B]):
 
     @property
     def loaded_bytes(self) -> int:
-        """Weight bytes that the load read, or made at random, as stored.
-
-        Weights that are quantised while they load are read in 16 or 32 bits; random ones are made quantised.
-        """
+        """Weight bytes that the load read, or made at random, as stored."""
         spec = self.plan.model
         rounded = spec.weights != "as-released" and self.plan.case.load_format == "safetensors"
         return spec.weight_bytes if rounded else spec.stored_bytes
 
     @abstractmethod
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> B:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> B:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
         prompt and all tokens that will follow it. `past` has snapshots, in order, of the first positions of these
         prompts: the batch begins with them in its cache, and they are its `length`; one position at least must be left
-        to compute. No snapshot may be closed before the first `forward` has run. `answered` counts the tokens at the
-        end of each prompt that belong to its answer, computed before, one at a time.
+        to compute. No snapshot may be closed before the first `forward` has run.
 
         Raises EngineError for a past of other rows, and where `cannot_snapshot` gives a reason; torch.OutOfMemoryError
         or MemoryError without room.
@@ -138,10 +128,8 @@ class Engine(ABC, Generic[B]):
 
     @abstractmethod
     def retire(self, batch: B, rows: Sequence[int] | None = None) -> None:
-        """Free the KV cache of a micro-batch, or of its `rows` only.
-
-        The other rows close up, in their order. Retiring a micro-batch a second time does nothing.
-        """
+        """Free the KV cache of a micro-batch, or of its `rows` only. The other rows close up, in their order. Retiring
+        a micro-batch a second time does nothing."""
 
     def move_rows(self, sources: Sequence[tuple[B, Sequence[int]]], capacity: int) -> B:
         """Move rows of micro-batches into a new one; compute nothing.
@@ -157,11 +145,8 @@ class Engine(ABC, Generic[B]):
         raise EngineError(self.cannot_move_rows() or "there is nothing to move")
 
     def expect(self, load: Workload | None) -> None:
-        """Make room for micro-batches that come and go.
-
-        GraphSet they are as large as `load`; None: the admitted ones. An engine that gives free memory away then does
-        so once, not at every `admit`.
-        """
+        """Make room for micro-batches that together are as large as `load`; None: the admitted ones. An engine that
+        gives free memory away then does so once, not at every `admit`."""
         self.expected = load
 
     def rollback(self, batch: B, lengths: Tensor) -> None:
@@ -204,12 +189,9 @@ class Engine(ABC, Generic[B]):
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
     def snapshot(self, batch: B, first: int, last: int, row: int | None = None) -> KVSnapshot:
-        """Copy keys and values of some positions to host memory.
-
-        These are `first` to `last` (excluded), computed before. They are those of all rows, padding counted, or of one
-        `row`, whose first token then is position 0. Raises EngineError where `cannot_snapshot` gives a reason,
-        MemoryError where there is no room.
-        """
+        """Copy keys and values of some positions to host memory. These are `first` to `last` (excluded), computed
+        before. They are those of all rows, padding counted, or of one `row`, whose first token then is position 0.
+        Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room."""
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
     @property
@@ -218,11 +200,9 @@ class Engine(ABC, Generic[B]):
         return False
 
     def timeline(self, works: Sequence[Work[B]]) -> tuple[Span, ...]:
-        """Run one more pass and return its spans; nothing without tracing.
-
-        Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
-        begins when its stream has finished waiting: time that no span of a lane covers counts as idle.
-        """
+        """Run one more pass and return its spans; nothing without tracing. Spans cover all that was under way during
+        the pass, also copies that began before it or end after it. A span begins when its stream has finished waiting:
+        time that no span of a lane covers counts as idle."""
         return ()
 
     @abstractmethod
@@ -241,10 +221,7 @@ class Engine(ABC, Generic[B]):
             torch.cuda.reset_peak_memory_stats()
 
     def device_memory(self) -> tuple[int, int] | None:
-        """Return the GPU's peak bytes of tensors, and its bytes in use.
-
-        Of several GPUs these are the largest. None without a GPU, and where the device is lost.
-        """
+        """Return the GPU's peak bytes of tensors, and its bytes in use. None without a GPU, or with a lost one."""
         if self.device.type != "cuda":
             return None
         with suppress(RuntimeError):
@@ -253,10 +230,7 @@ class Engine(ABC, Generic[B]):
         return None
 
     def bring(self) -> int | None:
-        """Copy a sample of the weights over all links at once.
-
-        Returns its bytes. None where there is one link, or none.
-        """
+        """Copy a sample of the weights over all links at once. Returns its bytes; None where there is one link."""
         return None
 
     def host_memory(self) -> int:
@@ -281,17 +255,14 @@ class Engine(ABC, Generic[B]):
 
 
 def _check_live(batches: Sequence[MicroBatch], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless `batches` are different `live` ones."""
     ids = {id(batch) for batch in batches}
     if len(ids) < len(batches) or not ids <= {id(batch) for batch in live}:
         raise ValueError("rows come from micro-batches admitted and not retired, each of them once")
 
 
 def check_works(works: Sequence[Work[B]], live: Sequence[B]) -> None:
-    """Raise ValueError unless works are complete and of different `live` micro-batches.
-
-    Raises IndexError for tokens beyond a capacity.
-    """
+    """Raise ValueError unless works are complete and of different `live` micro-batches. Raises IndexError for tokens
+    beyond a capacity."""
     _check_live([work.batch for work in works], live)
     for work in works:
         batch, (rows, count) = work.batch, work.token_ids.shape
@@ -302,10 +273,8 @@ def check_works(works: Sequence[Work[B]], live: Sequence[B]) -> None:
 
 
 def check_sources(sources: Sequence[tuple[B, Sequence[int]]], live: Sequence[B]) -> None:
-    """Raise ValueError unless rows to move are of different `live` micro-batches.
-
-    Raises EngineError for rows that are not computed.
-    """
+    """Raise ValueError unless rows to move are of different `live` micro-batches. Raises EngineError for rows that are
+    not computed."""
     _check_live([batch for batch, _ in sources], live)
     for batch, rows in sources:
         if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):

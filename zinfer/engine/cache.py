@@ -1,13 +1,11 @@
 """KV cache whose memory is allocated once, for any kind of layer.
 
-`transformers`' DynamicCache copies itself at every step to grow by one token, and its StaticCache makes attention read
-the whole capacity. Here the memory is static and attention sees a view of the filled part: no copy, no waste, and an
-out-of-memory error comes in prefill or not at all. Every layer can be narrowed to some of the rows, so that a batch
-goes through the model a few rows at a time.
+`transformers`' DynamicCache copies itself at every step, and its StaticCache makes attention read the whole capacity.
+Here attention sees a view of the filled part, and an out-of-memory error comes in prefill or not at all. Every layer
+can be narrowed to some of the rows, so that a batch goes through the model a few rows at a time.
 
-A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
-state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A layer of sparse attention also keeps
-the keys of its indexer. A model with any other kind of layer (blocks of compressed keys) gets the cache that
+A layer that attends within a sliding window has memory for that window. A layer with a state of fixed size keeps
+`transformers`' own tensors. A model with any other kind of layer (blocks of compressed keys) gets the cache that
 `transformers` makes, which goes through the model whole.
 """
 
@@ -22,7 +20,6 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
-from zinfer.engine.choice import Alone, choosing
 
 
 class CacheFullError(IndexError):
@@ -30,7 +27,6 @@ class CacheFullError(IndexError):
 
 
 CHUNK_BYTES = 256 << 20  # allocated for several layers at a time
-ALIGNMENT = 512  # bytes; tensors begin at multiples of it, as PyTorch's own allocations do
 SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
 MIN_SPARE = 24  # tokens; a pass that verifies drafts may have 17
 VIEWS = torch.complex128, torch.int64, torch.int32  # widest first: a copy takes time by the number, not by the bits
@@ -67,12 +63,9 @@ class SlotAllocation(NamedTuple):
 
 
 class WindowIndex:
-    """Map from positions to the `room` slots of a layer.
-
-    It is the same for all rows. Without a `window` each position has its own slot. With one there is room for the last
-    positions, in order, and the visible ones move to the front when it is full. `window` counts the tokens that a token
-    attends to, itself included.
-    """
+    """Map from positions to the `room` slots of a layer. It is the same for all rows. Without a `window` each position
+    has its own slot. With one there is room for the last positions, in order, and the visible ones move to the front
+    when it is full. `window` counts the tokens that a token attends to, itself included."""
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
         self.capacity, self.window = capacity, window
@@ -205,39 +198,22 @@ class ChunkAllocator:
 
     def __init__(self, rooms: Sequence[int]) -> None:
         self._rooms = rooms
-        self._rest: Tensor | None = None  # of the current chunk
-        self._next: int | None = None  # layer that it is for
-        self._alike = True  # until layers differ in their heads: then each gets memory of its own
+        self._spare: dict[int, tuple[object, list[tuple[Tensor, ...]]]] = {}  # tensors of later layers, by room
 
     def allocate(self, layer: int, specs: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
-        """Allocate the tensors of `layer`, and a chunk for later layers."""
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in specs]
-        need, rest = sum(map(_aligned, sizes)), self._rest
-        if rest is None or layer != self._next or len(rest) < need or rest.device != device:
-            self._alike = self._alike and (rest is None or layer != self._next)
-            self._rest = None  # a chunk whose last rows are gone is of use for the new one
-            rest = torch.empty(self._chunk_bytes(layer, sizes), dtype=torch.uint8, device=device)
-        tensors = []
-        for (shape, dtype), size in zip(specs, sizes, strict=True):
-            tensors.append(rest[:size].view(dtype).view(shape))
-            rest = rest[_aligned(size) :]
-        self._rest = rest if len(rest) else None
-        self._next = next((after for after in range(layer + 1, len(self._rooms)) if self._rooms[after]), None)
-        return tensors
-
-    def _chunk_bytes(self, layer: int, sizes: Sequence[int]) -> int:
-        """Return the bytes of `layer`, and of later ones that fit."""
-        total = 0
-        for room in self._rooms[layer:] if self._alike else self._rooms[layer : layer + 1]:
-            more = sum(_aligned(size * room // self._rooms[layer]) for size in sizes)
-            if total and total + more > CHUNK_BYTES:
-                break
-            total += more
-        return total
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+        """Allocate the tensors of `layer`, and a chunk for later ones."""
+        room, kind = self._rooms[layer], (tuple(specs), device)
+        of_kind, spare = self._spare.pop(room, (None, []))
+        if of_kind != kind or not spare:
+            spare.clear()
+            size = sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
+            count = max(1, min(CHUNK_BYTES // max(1, size), self._rooms[layer:].count(room)))
+            chunks = [torch.empty((count, *shape), dtype=dtype, device=device) for shape, dtype in specs]
+            spare = list(zip(*(chunk.unbind() for chunk in chunks), strict=True))
+        tensors = spare.pop()
+        if spare:
+            self._spare[room] = kind, spare
+        return [*tensors]
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
@@ -252,9 +228,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._allocate = allocate
         self.batch_size, self.capacity = batch_size, capacity
         self.slots, self.is_sliding = WindowIndex(capacity, window), window is not None
-        self.memories = [
-            torch.empty(0)
-        ] * 2  # keys and values of all rows, computed or not; in 8 bits with their scales
+        self.memories = [torch.empty(0)] * 2  # keys and values of all rows, computed or not; in 8 bits with scales
         self.spare: Sequence[Tensor] | None = None  # memory to use instead of new one, if it is of the same shape
         self.rows, self.length = slice(0, batch_size), 0
 
@@ -341,8 +315,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         if spare is None or specs != [(memory.shape, memory.dtype) for memory in spare]:
             del spare
             spare = self._allocate(specs, keys.device)
-        self.memories = [*spare]
-        self.is_initialized = True
+        self.memories, self.is_initialized = [*spare], True
 
     def _specs(self, *states: Tensor) -> list[TensorSpec]:
         return [((self.batch_size, part.shape[1], self.slots.room, part.shape[3]), part.dtype) for part in states]
@@ -470,11 +443,9 @@ _INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the
 
 
 class _StateRows:
-    """Mixin that narrows a layer with a fixed-size state to some rows.
-
-    `_of_rows` puts it before the layer's own class, whose writes in place reach the states of all rows. `attention` has
-    the keys and values of a layer that has these as well.
-    """
+    """Mixin that narrows a layer with a fixed-size state to some rows. `_of_rows` puts it before the layer's own class,
+    whose writes in place reach the states of all rows. `attention` has the keys and values of a layer that has these as
+    well."""
 
     rows: slice
     has_previous_state: dict[int, bool]
@@ -541,13 +512,14 @@ class _StateRows:
                 shown[number] = whole[number][self.rows]
 
 
-class _AttentionOf:
-    """Mixin for a layer whose keys and values are in `attention`."""
+class _MixedRows(_StateRows):
+    """Mixin for a layer with a state, and with keys and values."""
 
     attention: Any
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen: tuple[Tensor, Tensor] = self.attention.update(key_states, value_states, *args, **kwargs)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        seen: tuple[Tensor, Tensor] = self.attention.update(*args, **kwargs)
         return seen
 
     def get_seq_length(self) -> int:
@@ -556,14 +528,6 @@ class _AttentionOf:
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
         return sizes
-
-
-class _MixedRows(_StateRows, _AttentionOf):
-    """Mixin for a layer with a state and keys and values."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
-        return super().update(*args, **kwargs)
 
 
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
@@ -576,83 +540,43 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     return copy
 
 
-class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
-    """Keys and values of sparse attention, and the keys of its indexer.
+class Indexed(FixedLayer):
+    """Keys and values of sparse attention, and its indexer's keys. These, ``[B, 1, capacity, D]``, are read whole at
+    every step. Rows are of one length, and do not move."""
 
-    An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
-    for rows with their keys and values in host memory. Rows choose as each would alone: `alone` tells what `rows` would
-    have of a pass of a number of tokens, or None if that is what they have.
-    """
-
-    attention: FixedLayer
-    is_sliding = False
-    alone: Callable[[slice, int], Sequence[Alone] | None]
-
-    def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
-        self.attention = attention
-        self.batch_size, self.capacity = batch_size, capacity
-        self.rows, self.length = slice(0, batch_size), 0
-        self._index = self._positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
-
-    @property
-    def keys(self) -> Tensor:
-        return self.attention.keys
-
-    @property
-    def values(self) -> Tensor:
-        return self.attention.values
-
-    @property
-    def is_initialized(self) -> bool:
-        return bool(self.attention.is_initialized)
+    recordable = False
+    _index = _positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
+    _start = 0  # position at which the pass began; `length` may have advanced
 
     def window(self, rows: slice, length: int) -> None:
-        """Continue at position `length` of `rows` only."""
-        self.rows, self.length = rows, length
-        self.attention.window(rows, length)
+        self._start = length
+        super().window(rows, length)
+
+    def joins(self, rows: slice) -> bool:
+        return False
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only (indices ``[b]``, rising); `window` must follow."""
-        self.batch_size = len(rows)
         self._index, self._positions = (
             memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
         )
-        self.attention.keep_rows(rows)
-
-    def gather(self, sources: Sequence[RowSource], length: int) -> None:
-        """Fill the indexer's memory with rows of others. The longest has `length` positions."""
-        self._index = self._gathered([source.cache._index for source in sources], sources, length)
-        self._positions = self._gathered([source.cache._positions for source in sources], sources, length)
-
-    def _gathered(self, memories: Sequence[Tensor], sources: Sequence[RowSource], length: int) -> Tensor:
-        if not all(memory.numel() for memory in memories):
-            return memories[0].new_empty(0)
-        _, heads, _, width = memories[0].shape
-        whole = memories[0].new_zeros((self.batch_size, heads, self.capacity, width))
-        row = 0
-        for memory, (_, rows, mask, stored) in zip(memories, sources, strict=True):
-            kept = copy_slots(memory, rows, slice(0, stored), mask)[:, :, max(0, stored - length) :]
-            whole[row : row + len(rows), :, length - kept.shape[2] : length] = kept
-            row += len(rows)
-        return whole
+        super().keep_rows(rows)
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """Store keys of the indexer ``[b, n, D]``. Returns all keys of these rows."""
-        end = self.length + states.shape[1]
+        end = self._start + states.shape[1]
         if end > self.capacity:
             raise _full(self.capacity, end)
         if not self._index.numel():
             self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
-        self._index[self.rows, 0, self.length : end] = states
-        keys, alone = self._index[self.rows, 0, :end], self.alone(self.rows, states.shape[1])
-        return keys if alone is None else choosing(keys, alone, end)
+        self._index[self.rows, 0, self._start : end] = states
+        return self._index[self.rows, 0, :end]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Position ids of the first `length` tokens, ``[axes, b, length]``, if kept."""
-        if not self.length or not self._positions.numel():
+        """Position ids of earlier tokens, ``[axes, b, start]``, if kept."""
+        if not self._start or not self._positions.numel():
             return None
-        return self._positions[self.rows, :, : self.length, 0].transpose(0, 1)
+        return self._positions[self.rows, :, : self._start, 0].transpose(0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
@@ -660,6 +584,10 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         if not self._positions.numel():
             self._positions = positions.new_zeros((self.batch_size, axes, self.capacity, 1))
         self._positions[self.rows, :, :end, 0] = positions.transpose(0, 1)
+
+
+class IndexedQuantizedLayer(Indexed, QuantizedLayer):
+    """Sparse attention with keys and values in 8 bits."""
 
 
 class RowCache(Cache):  # type: ignore[misc]
@@ -688,8 +616,6 @@ class RowCache(Cache):  # type: ignore[misc]
         layers = [source._replace(cache=source.cache.layers[index]) for source in sources]
         if isinstance(attention := _attention(layer), FixedLayer):
             attention.gather([source._replace(cache=_attention(source.cache)) for source in layers], length)
-        if isinstance(layer, IndexedLayer):
-            layer.gather(layers, length)
         if isinstance(layer, _StateRows):
             self.layers[index] = layer.gathered(layers, length)
 
@@ -752,19 +678,18 @@ def make_cache(
     rooms = [WindowIndex(capacity, windows[index]).room if index in windows else 0 for index in range(count)]
     chunks = ChunkAllocator(rooms)
 
-    def keys_and_values(index: int) -> FixedLayer:
+    def keys_and_values(index: int, indexed: bool) -> FixedLayer:
         allocate = partial(chunks.allocate, index)
         if storage in STORAGE:
-            return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
-        return FixedLayer(rows, capacity, windows[index], allocate)
+            kind = IndexedQuantizedLayer if indexed else QuantizedLayer
+            return kind(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
+        return (Indexed if indexed else FixedLayer)(rows, capacity, windows[index], allocate)
 
     def make_layer(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):
             return layer
-        attention = keys_and_values(index) if index in windows else None
-        if _has_states(layer):
-            return _of_rows(layer, batch_size, attention)
-        return IndexedLayer(batch_size, capacity, attention) if attention and type(layer) is _INDEXED else attention
+        attention = keys_and_values(index, type(layer) is _INDEXED) if index in windows else None
+        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
 
     return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])
 

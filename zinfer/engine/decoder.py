@@ -12,22 +12,20 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, cast
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import TypeVar
 
 from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.core.progress import Progress, silent
-from zinfer.engine import EngineError, rotary
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, IndexedLayer, RowCache, RowMask, RowSource, make_cache
-from zinfer.engine.choice import Alone
+from zinfer.engine.cache import CacheFullError, FixedLayer, Indexed, RowCache, RowMask, RowSource, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
-from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
+from zinfer.engine.positions import asks_length, scale_by_positions
 from zinfer.engine.transfer import to_device, to_device_together
 from zinfer.plan.planner import Plan
 from zinfer.system import scratch
@@ -35,6 +33,9 @@ from zinfer.system.scratch import Scratch
 
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers.masking_utils
 CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
+# Types without position ids that number, or use, the tokens which the mask shows: their rows may be padded.
+COUNT_BY_MASK = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2", "mpt"})
+COUNT_GAPS = frozenset({"mpt"})  # of these, the ones for which forgotten positions make tokens more distant
 
 
 class DecoderBatch(MicroBatch):
@@ -49,14 +50,8 @@ class DecoderBatch(MicroBatch):
         super().__init__(mask.shape[0], mask.shape[1], capacity)
         self.cache, self.state = cache, state
         self.mask: Tensor | None = None
-        self.prompts = mask.sum(-1)  # [B]: tokens of each row's prompt, which are computed together
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
         self.torn = False  # True after a pass that failed: some layers may hold its positions
-        self._rows_alone: dict[tuple[int, int, int], list[Alone]] = {}  # of the next pass: first row, last, tokens
-        batch = ref(self)
-        for layer in cache.layers if isinstance(cache, RowCache) else ():
-            if isinstance(layer, IndexedLayer):
-                layer.alone = lambda rows, count: batch().alone(rows, count)  # type: ignore[union-attr]
         if not bool(mask.all()):
             self._need_mask(mask.device, mask.dtype)[:, : self.prompt_len] = mask
 
@@ -78,7 +73,6 @@ class DecoderBatch(MicroBatch):
         if self._before is not None and self.mask is not None:
             self._before = self._before + self.mask[:, self.length : self.length + count].sum(-1, keepdim=True)
         self.length += count
-        self._rows_alone = {}
 
     def rollback(self, lengths: Tensor) -> None:
         """Keep the first `lengths` ``[B]`` positions of each row. Rows shorter than the longest are padded."""
@@ -88,47 +82,18 @@ class DecoderBatch(MicroBatch):
             mask[:, :length] *= torch.arange(length, device=lengths.device) < lengths[:, None]
         if self.mask is not None:  # forgotten positions behind the prompt are free for real tokens again
             self.mask[:, max(length, self.prompt_len) :] = 1
-        self.length, self._before, self._rows_alone = length, None, {}
+        self.length, self._before = length, None
 
     def note_kept(self, rows: Tensor) -> None:
         """Note that the cache keeps `rows` only, indices ``[b]``."""
-        self.batch_size, self.prompts = len(rows), self.prompts[rows]
+        self.batch_size = len(rows)
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
-        self._rows_alone = {}
 
     def real(self, rows: Tensor) -> Tensor:
         """Tell which positions of `rows` are real: bool ``[b, length]``. Others are padding or forgotten."""
         if self.mask is None:
             return torch.ones((len(rows), self.length), dtype=torch.bool, device=rows.device)
         return self.mask[rows, : self.length].bool()
-
-    def alone(self, rows: slice, count: int) -> list[Alone] | None:
-        """Return what `rows` would have alone of the next pass. None if it is what they have."""
-        as_alone = count >= self.prompt_len if not self.length else count == 1 and self.length >= self.prompt_len
-        if self.mask is None and as_alone:
-            return None
-        key = rows.start, rows.stop, count
-        if key not in self._rows_alone:
-            self._rows_alone[key] = self._group_alone(rows, count)
-        return self._rows_alone[key]
-
-    def _group_alone(self, rows: slice, count: int) -> list[Alone]:
-        """Group `rows` by what they have alone. A row with forgotten positions is a group of its own."""
-        end = self.length + count
-        size, number = max(end, self.prompt_len), rows.stop - rows.start
-        mask = torch.ones((number, size)) if self.mask is None else self.mask[rows, :size].cpu()
-        real = mask.bool()
-        counts = [real[:, :last].sum(-1).tolist() for last in (end, self.length, self.prompt_len)]
-        groups = dict[tuple[int, int, int], Alone]()
-        for row, (total, before, prompt) in enumerate(zip(*counts, strict=True)):
-            pad, shown = end - total, real[row, :end]
-            if bool(shown[pad:].all()):
-                groups.setdefault((total, before, prompt), Alone([], slice(pad, end), before, prompt)).rows.append(row)
-            else:
-                columns = shown.nonzero()[:, 0]
-                columns = columns if self.mask is None else columns.to(self.mask.device)
-                groups[row, -1, -1] = Alone([row], columns, before, prompt)
-        return list(groups.values())
 
     def others(self, rows: Tensor) -> Tensor:
         """Return the indices of all rows but `rows`, ``[b]``."""
@@ -165,14 +130,10 @@ class Part(NamedTuple, Generic[Of]):
 
 
 class Decoder(Engine[D]):
-    """Engine whose `model` is a causal language model of `transformers`.
-
-    Subclasses put its weights in place in `_load`, which ends with `_ready`. What it opens it gives to `_opened`, since
-    a load may fail half-way.
-    """
+    """Engine whose `model` is a causal language model of `transformers`. Subclasses put its weights in place in
+    `_load`, which ends with `_ready`. What it opens it gives to `_opened`, since a load may fail half-way."""
 
     model: PreTrainedModel
-    _probe = Probe()  # until the weights are in place
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         self._opened = ExitStack()  # closes in reverse order what the load has opened
@@ -193,15 +154,13 @@ class Decoder(Engine[D]):
     def _load(self) -> None:
         """Build `model`, with its weights in place."""
 
-    def _ready(self, first: nn.Module | None = None) -> None:
-        """Make `model` ready to run, and probe it with its `first` layer."""
+    def _ready(self) -> None:
+        """Make `model` ready to run."""
         self.model.eval()
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = None if buffer is None else buffer.to(self.device)
         self._inspect()
-        if first is not None:
-            self._probe = self._probed(first, self.device)
 
     def _inspect(self) -> None:
         """Inspect the arguments that `model` takes; needs no weights. Raises EngineError if it takes no cache."""
@@ -217,23 +176,15 @@ class Decoder(Engine[D]):
         # Modules of a few models keep states of the batch themselves, besides what is in the cache.
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
-        limits = rotary.follow_lengths(self.model)
-        self._by_lengths = bool(limits)
-        self.max_shared_prefix = min(limits.values(), default=None)
-        self.recompute_beyond = limits.get(rotary.LONGROPE) if rotary.recomputes(self.model) else None
         modules = {sys.modules[type(module).__module__] for module in self.model.modules()}
         # Whether the model's code makes masks that end with a window: the names of what it imports tell.
         self._masks_window = any(mask in vars(module) for module in modules for mask in WINDOW_MASKS)
         _, layers = decoder_layers(self.model)
         scale_by_positions(layers)
-        self._counts_padding = "position_ids" in accepted and asks_length(layers)
-        self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
-
-    def _lengths(self, parts: "Sequence[Part[D]]") -> Tensor | None:
-        """Return the lengths by which a pass turns its positions, ``[B, n]``."""
-        if not self._by_lengths:
-            return None
-        return torch.cat([torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts])
+        kind = self.model.config.get_text_config(decoder=True).model_type
+        self._counts_gaps = kind in COUNT_GAPS
+        numbered = "position_ids" in accepted and not asks_length(layers) and kind not in COUNTS_PADDING
+        self._knows_padding = "attention_mask" in accepted and (numbered or kind in COUNT_BY_MASK)
 
     def _call(self, batch: D, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -244,9 +195,7 @@ class Decoder(Engine[D]):
         return logits
 
     @torch.inference_mode()
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> D:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> D:
         length = self._check_past(past, *attention_mask.shape)
         padded = int(attention_mask.sum(-1).min()) < attention_mask.shape[1]
         if padded and (why_not := self.cannot_pad()) is not None:
@@ -254,8 +203,6 @@ class Decoder(Engine[D]):
         if self._in_modules and self.batches:
             raise EngineError(f"modules of {self.plan.model.name} hold the state of one batch: retire the other first")
         batch = self._make_batch(to_device(attention_mask, self.device), capacity)
-        if answered and self.recompute_beyond is None:
-            batch.prompts = batch.prompts - to_device(torch.tensor(list(answered)), self.device)
         self.batches.append(batch)
         try:
             for part in past:
@@ -297,9 +244,9 @@ class Decoder(Engine[D]):
         return cache.layers if isinstance(cache, RowCache) else []
 
     @property
-    def _counts(self) -> bool:
-        """True if the model numbers positions by itself."""
-        return "position_ids" not in self._accepted and bool(self._kinds_of_layers)
+    def _chooses(self) -> bool:
+        """True if layers choose positions, among equal scores by their place."""
+        return any(isinstance(layer, Indexed) for layer in self._kinds_of_layers)
 
     @property
     def _windows(self) -> list[int]:
@@ -307,22 +254,8 @@ class Decoder(Engine[D]):
         attention = RowCache(layers=self._kinds_of_layers).attention
         return [layer.slots.window for layer in attention.values() if layer.slots.window]
 
-    def _probed(self, first: nn.Module, device: torch.device) -> Probe:
-        """Probe the model on `device`, which holds the weights outside the layers."""
-        if "attention_mask" not in self._accepted:
-            return Probe(padding=False, gaps=False, moves=False)
-        if not self._counts:
-            return Probe()
-
-        def make() -> RowCache:
-            cache = make_cache(self.model.config, 1, 2 * (TOKENS + PADS))
-            assert isinstance(cache, RowCache)
-            return cache
-
-        return probe(self.model, first, device, self._cache_name, make, self.plan.model.vocab_size)
-
     def cannot_pad(self) -> str | None:
-        if not self._probe.padding or self._counts_padding:
+        if not self._knows_padding or self._chooses:
             return f"{self.plan.model.name} knows no padding"
         if not self._kinds_of_layers:  # states and blocks of tokens that count padding, too
             return f"{self.plan.model.name} keeps its cache whole, and knows no padding"
@@ -332,7 +265,7 @@ class Decoder(Engine[D]):
         layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
-        if not self._probe.chunks or self._counts_padding:
+        if not self._knows_padding or self._chooses:
             return f"{name} takes a prompt as a whole, and then one token at a time"
         if self._windows and not self._masks_window:
             return f"{name} takes a prompt as a whole: its masks know nothing of the window that its cache keeps"
@@ -349,19 +282,12 @@ class Decoder(Engine[D]):
         if windows or local:
             window = f"its window of {min(windows)} tokens" if windows else "the window of its local layers"
             return f"all rows of a batch keep as many drafts with {name}, since {window} counts gaps between tokens"
-        if not self._probe.gaps:
+        if self._counts_gaps:
             return f"all rows of a batch keep as many drafts with {name}, since it counts gaps between tokens"
         return None
 
     def cannot_move_rows(self) -> str | None:
-        name = self.plan.model.name
-        if not self._kinds_of_layers:
-            return f"the layers of {name} keep their cache whole"
-        if (why_not := self.cannot_pad()) is not None:
-            return why_not
-        if not self._probe.moves:
-            return f"keys of {name} hold their place in the batch, so that its rows cannot move"
-        return None
+        return self.cannot_pad()
 
     @torch.inference_mode()
     def move_rows(self, sources: Sequence[tuple[D, Sequence[int]]], capacity: int) -> D:
@@ -379,7 +305,6 @@ class Decoder(Engine[D]):
         masks = [RowMask(rows) if has_gaps else None for rows, has_gaps in zip(real, broken, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
-        target.prompts = torch.cat([batch.prompts[rows] for batch, rows in moved])
         self.batches.append(target)
         self._move(target, [MovedRows(*rows, mask) for rows, mask in zip(moved, masks, strict=True)], length)
         target.advance(length)
@@ -501,8 +426,7 @@ class Decoder(Engine[D]):
         if self._cache_name == "cache_params" and batch.length:
             inputs["attention_mask"] = None  # the state has taken the padding in already, as in `generate`
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        with rotary.turned_by(self._lengths([part])):
-            return self._call(batch, **inputs)[:, -keep:]
+        return self._call(batch, **inputs)[:, -keep:]
 
     @torch.inference_mode()
     def rollback(self, batch: D, lengths: Tensor) -> None:
@@ -547,11 +471,8 @@ class Decoder(Engine[D]):
 
 
 def offload_folder(nvme_path: str | None) -> Scratch:
-    """Make a scratch folder for offloaded weights inside `nvme_path`.
-
-    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names
-    a folder that exists.
-    """
+    """Make a scratch folder for offloaded weights inside `nvme_path`. Its `cleanup` removes it, or if this process is
+    killed the next start. Raises EngineError unless `nvme_path` names a folder that exists."""
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
         raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")

@@ -7,7 +7,7 @@ the snapshot of another.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,21 +20,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and every engine impo
 HALVES = ("keys", "values")
 
 
-class Borrowed(NamedTuple):
-    """Memory of a snapshot that another object owns."""
-
-    memory: Tensor
-    pinned: bool = False
-
-    def close(self) -> None:
-        pass
-
-
 class KVSnapshot:
-    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each.
-
-    They are in page-locked memory if `pin`, until it is closed. A pickled one borrows the memory of what it was.
-    """
+    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each. They are in page-locked memory
+    if `pin`, until it is closed. A pickled one borrows the memory of what it was."""
 
     def __init__(
         self, first: int, blocks: Mapping[str, TensorPlace], pin: bool, borrowed: Tensor | None = None
@@ -42,17 +30,12 @@ class KVSnapshot:
         self.first, self.blocks = first, blocks
         self.length: int = next(iter(blocks.values())).shape[2]
         self.nbytes = sum(block.size for block in blocks.values())
-        self._arena = PinnedArena(self.nbytes, pin) if borrowed is None else Borrowed(borrowed)
+        self._arena = PinnedArena(self.nbytes, pin) if borrowed is None else None
+        self._borrowed = borrowed
 
     @classmethod
     def of(
-        cls,
-        layers: "Sequence[FixedLayer]",
-        first: int,
-        last: int,
-        pin: bool,
-        rows: slice = slice(None),
-        pad: int = 0,
+        cls, layers: "Sequence[FixedLayer]", first: int, last: int, pin: bool, rows: slice = slice(None), pad: int = 0
     ) -> Self:
         """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`. They count from position `pad`."""
         states = {
@@ -65,7 +48,10 @@ class KVSnapshot:
     @classmethod
     def _filled(cls, first: int, states: Mapping[str, Tensor], pin: bool) -> Self:
         """Copy `states`, whose first position is `first`."""
-        kept = cls(first, _end_to_end(states), pin)
+        ends = accumulate((tensor.nbytes for tensor in states.values()), initial=0)  # no gaps, as safetensors requires
+        places = zip(ends, states.items(), strict=False)
+        blocks = {name: TensorPlace(start, tensor.shape, tensor.dtype) for start, (name, tensor) in places}
+        kept = cls(first, blocks, pin)
         try:
             for name, block in kept.blocks.items():
                 # Made contiguous on the device: the link copies one contiguous block at its full rate.
@@ -81,11 +67,8 @@ class KVSnapshot:
     def joined(
         cls, parts: Sequence[tuple["KVSnapshot", Sequence[int]]], count: int, first: int, last: int, pin: bool
     ) -> Self:
-        """Join snapshots, each with its row numbers, into one of `count` rows.
-
-        Raises MemoryError. It has the positions from `first` to `last`, at which all of them end; what none of them has
-        is zero.
-        """
+        """Join snapshots, each with its row numbers, into one of `count` rows. Raises MemoryError. It has the positions
+        from `first` to `last`, at which all of them end; what none of them has is zero."""
         states = dict[str, Tensor]()
         for name, block in parts[0][0].blocks.items():
             _, heads, _, size = block.shape
@@ -97,11 +80,13 @@ class KVSnapshot:
     @property
     def memory(self) -> Tensor:
         """All bytes of the snapshot, uint8 ``[nbytes]``."""
-        return self._arena.memory[: self.nbytes]
+        memory = self._borrowed if self._arena is None else self._arena.memory
+        assert memory is not None
+        return memory[: self.nbytes]
 
     @property
     def pinned(self) -> bool:
-        return self._arena.pinned
+        return self._arena is not None and self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
         """Return the first `length` positions, in the same memory."""
@@ -138,17 +123,16 @@ class KVSnapshot:
 
     def close(self) -> None:
         """Free the memory, once no copy from it is under way."""
-        if self._arena.pinned:
+        if self.pinned:
             torch.cuda.synchronize()
-        self._arena.close()
+        if self._arena is not None:
+            self._arena.close()
 
 
 class RowsPast:
-    """First `length` positions of left-padded rows, each of its own snapshots.
-
-    `rows` are the snapshots of each row, of one sequence each, in order from its first token on; they hold at least
-    what the row has behind its padding, `pads` positions.
-    """
+    """First `length` positions of left-padded rows, each of its own snapshots. `rows` are the snapshots of each row, of
+    one sequence each, in order from its first token on; they hold at least what the row has behind its padding, `pads`
+    positions."""
 
     first = 0
 
@@ -206,10 +190,3 @@ def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:
             yield part
         elif part.first < length:
             yield part.head(length - part.first)
-
-
-def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Lay blocks out without gaps, as safetensors requires. All are aligned, since they have one type."""
-    ends = [0, *accumulate(tensor.nbytes for tensor in states.values())]
-    items = zip(ends, states.items(), strict=False)
-    return {name: TensorPlace(start, tensor.shape, tensor.dtype) for start, (name, tensor) in items}

@@ -35,13 +35,6 @@ LOCKED_TOGETHER = 1 << 30  # bytes that are locked in a load at a time, at least
 LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
 LESS = "Stop other programs, or load less: --layers, --gpu-weights, -O weight_codec=lossless, --offload nvme."
 
-# Settings of torch's own pinned allocator for an engine that cannot use an arena: several threads touch the memory,
-# which is then registered without rounding. Best settings first; a torch that does not know a key refuses the line.
-PINNED_ALLOCATOR = (
-    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_max_round_threshold_mb:1",
-    "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
-)
-
 
 @dataclass(frozen=True)
 class TensorPlace:
@@ -148,10 +141,8 @@ class PinnedArena:
         return self.memory[start:end]
 
     def lock_taken(self) -> None:
-        """Page-lock in a thread what was taken, while a load goes on.
-
-        What is taken next begins at a page; no copy to a GPU may reach across.
-        """
+        """Page-lock in a thread what was taken, while a load goes on. What is taken next begins at a page; no copy to a
+        GPU may reach across."""
         end = self.used + -self.used % PAGE
         if self._pin and self._lock_end + LOCKED_TOGETHER <= end <= self.size:
             device = torch.cuda.current_device()
@@ -253,12 +244,9 @@ def shared_memory() -> int:
 
 
 def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
-    """Map `size` bytes, of the file `shared` if given.
-
-    Returns the mapping and its memory, uint8. A file's mapping begins where a huge page can. The mapping reserves
-    nothing, since some hosts have little memory at first and more as it is used; `check_free` makes sure that there is
-    enough.
-    """
+    """Map `size` bytes, of the file `shared` if given. Returns the mapping and its memory, uint8. A file's mapping
+    begins where a huge page can. The mapping reserves nothing, since some hosts have little memory at first and more as
+    it is used; `check_free` makes sure that there is enough."""
     more = 0 if shared is None else HUGE
     unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
@@ -315,18 +303,6 @@ def _stay_on(cpus: frozenset[int]) -> None:
     """Keep the calling thread, and no other, on `cpus`."""
     with suppress(OSError):
         os.sched_setaffinity(0, cpus)
-
-
-def set_pinned_allocator() -> str:
-    """Set torch's pinned allocator to the cheapest it knows for large blocks. Returns its settings."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if not torch.cuda.is_available():
-        return settings
-    for wanted in PINNED_ALLOCATOR:
-        with suppress(RuntimeError, ValueError):
-            torch.cuda.memory._set_allocator_settings(f"{settings},{wanted}".strip(","))
-            return f"{settings},{wanted}".strip(",")
-    return settings
 
 
 def pinned_bytes() -> int:

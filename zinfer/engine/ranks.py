@@ -2,9 +2,8 @@
 
 Rank 0 is the worker's process (`Leader`); it starts the others (`Follower`), one for each further GPU, and they serve
 its commands. Orders and answers go through a socket to each, their tensors through memory that the two share
-(`SharedTensors`); weights may lie in one arena for all (`zinfer.engine.pinned`). Parts of layers go from GPU to GPU
-(`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device). `zinfer.engine.team` says what the
-ranks compute.
+(`SharedTensors`). Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs). `zinfer.engine.team`
+says what the ranks compute.
 
 A follower ends with its leader, whatever ends that (`zinfer.system.ending`). The leader, which may wait for a lost
 follower in the middle of a gather, ends as the follower did. So the parent sees one worker end.
@@ -95,10 +94,8 @@ class SharedTensors:
         return [place.view(self._arena.memory) for place in places]
 
     def close(self) -> None:
-        """Let the memory go. Views must not be used afterwards."""
         if self._arena is not None:
             self._arena.close()
-            self._arena = None
 
 
 class _Pickler(pickle.Pickler):
@@ -119,22 +116,9 @@ class _Pickler(pickle.Pickler):
         return self._numbers[key]
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of what `_Pickler` wrote, with `tensors`."""
-
-    def __init__(self, stream: io.BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(stream)
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self._tensors[number]
-
-
 class Channel:
-    """Socket to another rank: any Python object a message. Raises EOFError once the other end is gone.
-
-    Tensors go through shared memory (files `outgoing` and `incoming`); a received one is valid until the next message.
-    """
+    """Socket to another rank: any Python object a message. Raises EOFError once the other end is gone. Tensors go
+    through shared memory (files `outgoing` and `incoming`); a received one is valid until the next message."""
 
     def __init__(self, descriptor: int, outgoing: int, incoming: int) -> None:
         self._connection: Connection[Any, Any] = Connection(descriptor)
@@ -155,7 +139,9 @@ class Channel:
             content, places = self._connection.recv()
         except OSError:
             raise EOFError from None
-        return _Unpickler(io.BytesIO(content), self._incoming.take(places)).load()
+        unpickler = pickle.Unpickler(io.BytesIO(content))
+        unpickler.persistent_load = self._incoming.take(places).__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
 
     def close(self) -> None:
         self._connection.close()
@@ -400,9 +386,8 @@ def _visible(rank: int) -> dict[str, str]:
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, torch.OutOfMemoryError):
-        return NO_GPU_MEMORY
-    return NO_HOST_MEMORY if is_out_of_memory(error) else 1
+    host = NO_HOST_MEMORY if is_out_of_memory(error) else 1
+    return NO_GPU_MEMORY if isinstance(error, torch.OutOfMemoryError) else host
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -93,29 +93,15 @@ def ahead(begin: Callable[[Item], Begun], items: Iterable[Item], count: int) -> 
 def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
     """Yield the tensors of each group as slices of mapped files. They may be kept, and are read when used."""
     for group in groups:
-        if visits:
-            _visit(checkpoint, group, visits)
+        with reading() as pool:
+            for name in group if visits else ():
+                info = checkpoint.tensors[name]
+                for job in fill(pool, info.end - info.start, info.file, info.start, [partial(v, name) for v in visits]):
+                    job.result()
         with ExitStack() as stack:
             files = {checkpoint.tensors[name].file for name in group}
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
             yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
-
-
-def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
-    """Give the tensors of a group to `visits`, in chunks."""
-
-    def visit(name: str, begin: int) -> None:
-        info = checkpoint.tensors[name]
-        part = memoryview(bytearray(min(CHUNK, info.end - info.start - begin)))
-        _read(info.file, part, info.start + begin)
-        for each in visits:
-            each(name, begin, part)
-
-    sizes = {name: checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in group}
-    with reading() as pool:
-        jobs = [pool.submit(visit, name, begin) for name in group for begin in range(0, sizes[name], CHUNK)]
-        for job in jobs:
-            job.result()
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
@@ -176,25 +162,25 @@ def reading() -> Iterator[ThreadPoolExecutor]:
 
 def fill(
     pool: ThreadPoolExecutor,
-    memory: Tensor,
+    memory: Tensor | int,
     file: Path,
     start: int,
     visits: Iterable[Callable[[int, memoryview], None]] = (),
 ) -> list[Future[None]]:
-    """Start filling `memory` (uint8) with bytes of `file` from `start` on.
-
+    """Start filling `memory` (uint8) with bytes of `file` from `start` on. If it is their number, nothing keeps them.
     Each chunk goes to `visits`, with its offset in `memory`, in the thread that read it. The futures raise OSError
-    where the file cannot be read, CheckpointError where it ends too early, and what a visit raises.
-    """
-    view = as_bytes(memory)
+    where the file cannot be read, CheckpointError where it ends too early, and what a visit raises."""
+    view = None if isinstance(memory, int) else as_bytes(memory)
+    size = memory if isinstance(memory, int) else memory.numel()
 
     def read(begin: int) -> None:
-        part = view[begin : begin + CHUNK]
+        end = min(begin + CHUNK, size)
+        part = memoryview(bytearray(end - begin)) if view is None else view[begin:end]
         _read(file, part, start + begin)
         for visit in visits:
             visit(begin, part)
 
-    return [pool.submit(read, begin) for begin in range(0, len(view), CHUNK)]
+    return [pool.submit(read, begin) for begin in range(0, size, CHUNK)]
 
 
 def as_bytes(memory: Tensor) -> memoryview:

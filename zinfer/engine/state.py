@@ -2,13 +2,11 @@
 
 A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
 state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
-change the text: one of a module or layer that the model has, or of an adapter. What the model computes itself (masks,
-tables of positions) is left out; other parts, such as the head of a reward model, are left out with a line. Entries
-have the types of `transformers`: the model's dtype, or float32 (router biases, gates, sinks).
+change the text. What the model computes itself (masks, tables of positions) is left out; other parts, such as the head
+of a reward model, are left out with a line. Entries have the types of `transformers`: the model's dtype, or float32.
 
-A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions; Mixtral's experts are
-stored one by one and used fused), one decoder layer at a time. While one layer is used, many threads read the next, so
-that a load takes as long as the slower of both; the peak of host memory is two layers.
+Tensors pass through `transformers`' own conversion, one decoder layer at a time. While one layer is used, many threads
+read the next; the peak of host memory is two layers.
 """
 
 import inspect
@@ -19,10 +17,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -56,7 +55,6 @@ from zinfer.engine.read import (
     check_finite,
     empty_tensor,
     first_not_finite,
-    map_groups,
     not_finite,
     read_groups,
 )
@@ -64,7 +62,6 @@ from zinfer.engine.read import (
 logging.disable_progress_bar()
 
 Loaded = Tensor | tuple[Codes, ...]  # an entry, or the quantised matrices whose rows it consists of
-AnyLoaded = TypeVar("AnyLoaded", Tensor, Loaded)
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
 ADAPTER = re.compile(r"(?:^|\.)(?:lora_|ia3_|adapters?\.|base_model\.|modules_to_save\.)")  # parts of names
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # layers that predict several tokens
@@ -166,59 +163,35 @@ class ModelState:
         return {name: entry for name, entry in self.entries.items() if entry.layer is None}
 
     def load(
-        self, device: torch.device, progress: Progress = silent, mapped: bool = False, layers: bool = True
-    ) -> Generator[tuple[str, Tensor]]:
+        self, device: torch.device, progress: Progress = silent, layers: bool = True, stored: bool = False
+    ) -> Generator[tuple[str, Any]]:
         """Yield (name, tensor) of every entry once.
 
-        Entries outside the layers come first, or alone if not `layers`. A tensor is valid until the next one is
-        requested, and the model must not change until the last one. A caller that stops early has to close the
-        generator, which reads ahead. With `mapped`, the tensors of a checkpoint may be kept: they are views of its
-        files, read when they are used. Raises CheckpointError for tensors that cannot be converted, and at the end if
-        an entry did not come.
+        Entries outside the layers come first, or alone if not `layers`. If `stored`, quantised ones come as `Codes`, in
+        the order of their rows. A tensor is valid until the next one is requested, and the model must not change until
+        the last one. A caller that stops early has to close the generator, which reads ahead. Raises CheckpointError
+        for tensors that cannot be converted, and at the end if an entry did not come.
         """
-        return cast("Generator[tuple[str, Tensor]]", self._load(device, progress, mapped, layers, False))
-
-    def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries as `load` does, quantised ones as `Codes`. Codes come in the order of their rows."""
-        return self._load(device, progress, False, True, True)
-
-    def _load(
-        self, device: torch.device, progress: Progress, mapped: bool, layers: bool, stored: bool
-    ) -> Generator[tuple[str, Loaded]]:
         missing = set(self.entries if layers else self.outside)
         total = sum(self.entries[name].tensor.numel() for name in missing)
-        done = 0
-        source: Generator[tuple[str, Loaded]]
-        if self._checkpoint is None:
-            source = self._dummy(device, layers, stored)
-        else:
-            source = self._checkpoint.read(mapped, layers, stored)
-            if self._coded:
-                source = self._rounded(source, device, stored)
-        for line in self._checkpoint.notes() if self._checkpoint is not None else ():
+        done, checkpoint = 0, self._checkpoint
+        for line in checkpoint.notes() if checkpoint is not None else ():
             note(progress, line)
-        with closing(source) as tensors:
+        read = self._dummy(device, layers, stored) if checkpoint is None else checkpoint.read(layers, stored)
+        with closing(read) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
                     raise CheckpointError(f"{self.spec.directory}: {name} came twice")
                 missing.remove(name)
-                yield name, tensor
+                matrices = self._coded.get(name)
+                if checkpoint is None or matrices is None or not isinstance(tensor, Tensor):
+                    yield name, tensor
+                else:  # it gets a format of zinfer
+                    yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
                 done += self.entries[name].tensor.numel()
                 progress("loading weights", done / total)
         if missing:
             raise CheckpointError(f"{self.spec.directory}: {_some(missing)} did not come")
-
-    def _rounded(
-        self, source: Generator[tuple[str, Loaded]], device: torch.device, stored: bool
-    ) -> Generator[tuple[str, Loaded]]:
-        """Round the entries of `source` that get a format of zinfer."""
-        with closing(source) as tensors:
-            for name, tensor in tensors:
-                matrices = self._coded.get(name)
-                if matrices is None or not isinstance(tensor, Tensor):
-                    yield name, tensor
-                else:
-                    yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
 
     def _dummy(self, device: torch.device, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
         """Yield random parameters at the scale of a fresh initialisation.
@@ -232,47 +205,27 @@ class ModelState:
         modules = self.model.named_modules()
         norms = {f"{name}.weight" for name, module in modules if "norm" in type(module).__name__.lower()}
         generator = torch.Generator(device)
+        chosen = self.entries if layers else self.outside
         # Layer by layer, each in one block with its buffers.
-        for name, entry in sorted(
-            self.entries.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer
-        ):
-            if not layers and entry.layer is not None:
-                return
+        for name, entry in sorted(chosen.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer):
             if not entry.is_parameter:
                 yield name, entry.tensor.to(device, copy=True)
-                continue
-            if (matrices := self._coded.get(name)) is not None:
+            elif (matrices := self._coded.get(name)) is not None:
                 yield name, random_entry(entry.tensor, matrices, std, stored, generator)
-                continue
-            generator.manual_seed(zlib.crc32(name.encode()))
-            tensor = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
-            yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
+            else:
+                generator.manual_seed(zlib.crc32(name.encode()))
+                tensor = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
+                yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
 
 
 def by_layer(
-    state: ModelState, loaded: Iterator[tuple[str, AnyLoaded]]
-) -> Iterator[tuple[int | None, Iterator[tuple[str, AnyLoaded]]]]:
-    """Group loaded tensors by decoder layer: its number, and named tensors.
-
-    Entries outside the layers come with None and with their whole names. A tensor is valid until the next request to
-    either iterator.
-    """
-    ahead = next(loaded, None)
-
-    def group(layer: int | None) -> Iterator[tuple[str, AnyLoaded]]:
-        nonlocal ahead
+    state: ModelState, loaded: Iterable[tuple[str, Loaded]]
+) -> Iterator[tuple[int | None, Iterator[tuple[str, Loaded]]]]:
+    """Group loaded tensors by decoder layer: its number, and named tensors. Entries outside the layers come with None
+    and with their whole names. A tensor is valid until the next request to either iterator."""
+    for layer, group in groupby(loaded, lambda item: state.entries[item[0]].layer):
         start = 0 if layer is None else len(f"{state.stack}.{layer}.")
-        while ahead is not None and state.entries[ahead[0]].layer == layer:
-            name, tensor = ahead
-            yield name[start:], tensor
-            ahead = next(loaded, None)
-
-    while ahead is not None:
-        layer = state.entries[ahead[0]].layer
-        tensors = group(layer)
-        yield layer, tensors
-        for _ in tensors:  # skip the tensors that the caller did not take
-            pass
+        yield layer, ((name[start:], tensor) for name, tensor in group)
 
 
 def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -306,10 +259,8 @@ class _Stored:
         tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
         self._quantized = quantized_tensors.quantized_weights(tensors, config, dtype)[0]
         self._tensors = quantized_tensors.unquantized(tensors, config, dtype)  # as an unquantised checkpoint names them
-        self._around = _Around.of(checkpoint.config, state.model)
-        self._mapping = get_model_conversion_mapping(state.model)
-        if self._around is not None:
-            self._mapping = [*self._around.renamings, *self._mapping]
+        self._around = _around(checkpoint.config, state.model)
+        self._mapping = [*self._around, *get_model_conversion_mapping(state.model)]
         for rule in self._mapping:
             if getattr(rule, "force_cpu", False):  # all are converted on the CPU, or without data on the meta device
                 rule.force_cpu = False
@@ -378,16 +329,13 @@ class _Stored:
 
     def _is_sliced_away(self, target: str) -> bool:
         """Tell whether `target` is in a layer that a slice leaves out."""
-        stack, prefix = self._state.stack, f"{self._state.model.base_model_prefix}."
-        match = re.match(rf"(?:{re.escape(stack)}|{re.escape(stack.removeprefix(prefix))})\.(\d+)\.", target)
-        return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
+        (owner, rest), spec = self._owner(target), self._state.spec
+        return owner is self._state.layers and rest[0].isdigit() and spec.num_layers <= int(rest[0]) < spec.total_layers
 
     def _surplus(self, unknown: Mapping[str, str]) -> list[str]:
-        """Return the stored names of targets to leave out with a line.
-
-        Others are left out without one: what transformers ignores, what the model computes itself, and parts of a
-        larger model around it (a vision tower). Raises CheckpointError for tensors that would change the text.
-        """
+        """Return the stored names of targets to leave out with a line. Others are left out without one: what
+        transformers ignores, what the model computes itself, and parts of a larger model around it (a vision tower).
+        Raises CheckpointError for tensors that would change the text."""
         model = self._state.model
         keys = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
         model._adjust_missing_and_unexpected_keys(keys)
@@ -398,8 +346,8 @@ class _Stored:
             for name in keys.unexpected_keys
             if not {name, prefix + name} & buffers and not self._is_table(name, self._tensors[unknown[name]].shape)
         }
-        if left and self._around is not None:
-            left -= self._around.elsewhere({target: unknown[target] for target in left})
+        if self._around:  # other parts of the model around it
+            left = {name for name in left if self._owner(name)[0] not in (model, model.base_model)}
         if adapter := [unknown[target] for target in left if ADAPTER.search(target)]:
             raise CheckpointError(
                 f"{self._directory} stores {_some(adapter)}, of an adapter: merge it into the weights first "
@@ -480,16 +428,16 @@ class _Stored:
         if self.left_out:
             architecture = self._state.spec.architecture
             yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
-        yield from self._checkpoint.disagreements()
+        yield from self._checkpoint.notes()
 
-    def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
+    def read(self, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
         """Yield (name, tensor) of the entries on the CPU. Entries outside the layers come first."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
         parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
-        with closing((map_groups if mapped else read_groups)(self._checkpoint, parts, self._visits)) as contents:
+        with closing(read_groups(self._checkpoint, parts, self._visits)) as contents:
             for group, tensors in zip(groups, contents, strict=True):
                 yielded = set[str]()
                 for target, order in self.in_rows.items() if stored else ():
@@ -536,16 +484,14 @@ class _Stored:
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Convert stored tensors as transformers does: yield (name, tensor). The model is left as it was."""
         model, spec = self._state.model, self._state.spec
-        load_config = LoadStateDictConfig(
+        settings = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping
         )
         parameters = inspect.signature(convert_and_load_state_dict_in_model).parameters
         # transformers < 5.5 has a tensor-parallel plan as a required argument.
         extra = {"tp_plan": None} if "tp_plan" in parameters else {}
         try:
-            info = convert_and_load_state_dict_in_model(
-                model=model, state_dict=content, load_config=load_config, **extra
-            )[0]
+            info = convert_and_load_state_dict_in_model(model, content, load_config=settings, **extra)[0]
         finally:
             made: dict[str, Tensor] = {}
             for module, leaf, original, name in self._slots:
@@ -583,45 +529,26 @@ def _row_order(
     return tuple(matrices[key] for key in every) if sorted(matrices) == every and len(names) % parts == 0 else None
 
 
-class _Around:
-    """Multimodal model of which only the text model is used."""
-
-    def __init__(self, model: PreTrainedModel, path: str, text_path: str) -> None:
-        self._model, self._inside = model, f"{path}."
-        self._rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-        # First the whole model's names of the text model's tensors, then the names that the text model gives them.
-        self.renamings = [*self._rules, WeightRenaming(f"^{re.escape(self._inside)}", text_path)]
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], text: PreTrainedModel) -> "_Around | None":
-        """Return the model named in `config`, if `text` is part of it."""
-        parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
-        wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
-        for name in config.get("architectures") or ():
-            make: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-            if PreTrainedModel not in getattr(make, "__mro__", ()) or make is type(text):
-                continue
-            try:
-                with building(), init_empty_weights(include_buffers=True):
-                    model = make(make.config_class.from_dict(without_code(config, name)))
-            except Exception:  # any error of its constructor: this model says nothing about these tensors
-                continue
-            for kind in wanted:  # the text model with its head, or without
-                paths = [path for path, module in model.named_modules() if path and type(module) is kind]
-                if len(paths) == 1:
-                    return cls(model, paths[0], parts[kind])
-        return None
-
-    def elsewhere(self, unknown: Mapping[str, str]) -> set[str]:
-        """Return the `unknown` targets that are entries of the model's other parts. They map to stored names."""
-        model = self._model
-        entries = model.state_dict(keep_vars=True)
-        converters = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter)]
-        names = {
-            target: rename_source_key(stored, self._rules, converters, model.base_model_prefix, entries)[0]
-            for target, stored in unknown.items()
-        }
-        return {target for target, name in names.items() if name in entries and not name.startswith(self._inside)}
+def _around(config: Mapping[str, Any], text: PreTrainedModel) -> list[WeightRenaming]:
+    """Return renamings of tensors of a multimodal model to its part `text`. `config` names the model, if any."""
+    parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
+    wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
+    for name in config.get("architectures") or ():
+        make: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        if PreTrainedModel not in getattr(make, "__mro__", ()) or make is type(text):
+            continue
+        try:
+            with building(), init_empty_weights(include_buffers=True):
+                model = make(make.config_class.from_dict(without_code(config, name)))
+        except Exception:  # any error of its constructor: this model says nothing about these tensors
+            continue
+        for kind in wanted:  # the text model with its head, or without
+            paths = [path for path, module in model.named_modules() if path and type(module) is kind]
+            if len(paths) == 1:
+                # First the whole model's names of the text model's tensors, then the names that the text model gives.
+                rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+                return [*rules, WeightRenaming(f"^{re.escape(paths[0])}\\.", parts[kind])]
+    return []
 
 
 def _table(module: nn.Module, leaf: str) -> dict[str, Any]:
@@ -629,20 +556,18 @@ def _table(module: nn.Module, leaf: str) -> dict[str, Any]:
     return module._parameters if leaf in module._parameters else module._buffers
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "floating point" if dtype.itemsize > 1 else "8-bit floating point"
-    return "boolean" if dtype == torch.bool else "complex" if dtype.is_complex else "integer"
-
-
 def _check_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
     """Raise CheckpointError for numbers of another kind than the model's."""
-    if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
-        return
-    raise CheckpointError(
-        f"{directory} stores {name} as {info.dtype}, and the model's {target} is {str(tensor.dtype)[6:]}: codes "
-        "of quantised weights have scales beside them, and a quantization_config in config.json"
-    )
+
+    def kind(dtype: torch.dtype) -> tuple[bool, ...]:
+        floating = dtype.is_floating_point
+        return floating, floating and dtype.itemsize == 1, dtype == torch.bool, dtype.is_complex
+
+    if info.dtype not in DTYPES or kind(DTYPES[info.dtype]) != kind(tensor.dtype):
+        raise CheckpointError(
+            f"{directory} stores {name} as {info.dtype}, and the model's {target} is {str(tensor.dtype)[6:]}: codes "
+            "of quantised weights have scales beside them, and a quantization_config in config.json"
+        )
 
 
 def _equal_bytes(info: TensorInfo, other: TensorInfo) -> bool:

@@ -71,9 +71,9 @@ class Member(Generic[E]):
         """Use at most `number` threads of the CPU."""
         torch.set_num_threads(number)
 
-    def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past], answered: Sequence[int]) -> int:
+    def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past]) -> int:
         """Make a micro-batch; return the number of its host rows."""
-        batch: MicroBatch = self.engine.admit(mask, capacity, past, answered)
+        batch: MicroBatch = self.engine.admit(mask, capacity, past)
         self._batches[key] = batch
         if past and self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies have run
@@ -200,7 +200,6 @@ class Team(Engine[TeamBatch], Generic[E]):
             self.close()
             raise
         self.draft = self._engine.draft
-        self.max_shared_prefix, self.recompute_beyond = self._engine.max_shared_prefix, self._engine.recompute_beyond
         for name in ("equal_lengths", *(f"cannot_{reason}" for reason in REASONS)):
             setattr(self, name, getattr(self._engine, name))
 
@@ -254,9 +253,7 @@ class Team(Engine[TeamBatch], Generic[E]):
         """Make room in all ranks for a micro-batch that the block makes. That may fail in some of them."""
         return nullcontext()
 
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> TeamBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TeamBatch:
         if past and (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         mask = attention_mask.cpu()
@@ -270,8 +267,7 @@ class Team(Engine[TeamBatch], Generic[E]):
                 orders = dict[int, tuple[Any, ...]]()
                 for rank in batch.lengths:
                     mine = batch.rows_of(rank)
-                    parts = [part.select(mine) for part in past]
-                    orders[rank] = batch.key, mask[mine], capacity, parts, [answered[row] for row in mine if answered]
+                    orders[rank] = batch.key, mask[mine], capacity, [part.select(mine) for part in past]
                 batch.host_rows_of = self._some("admit", orders)
             except BaseException:
                 self.retire(batch)

@@ -354,8 +354,7 @@ class ContinuousScheduler:
         if kind == "admit":
             lengths = [0 if row is None else row.length for row in batch.rows]
             mask = torch.tensor([[0] * (batch.width - length) + [1] * length for length in lengths])
-            answered = [0 if row is None else len(row.output_ids) for row in batch.rows]
-            self._hold(batch, engine.admit(mask, batch.capacity, self._past(batch), answered))
+            self._hold(batch, engine.admit(mask, batch.capacity, self._past(batch)))
         elif kind == "move_rows":
             moved = [(_micro_batch(source), indices) for source, indices in sources]
             self._hold(batch, engine.move_rows(moved, batch.capacity))
@@ -420,7 +419,7 @@ class ContinuousScheduler:
 
     def _alike(self, length: int) -> bool:
         """Tell whether equal first `length` tokens give equal keys."""
-        limit = self.engine.max_shared_prefix
+        limit = self.engine.recompute_beyond
         return limit is None or length <= limit
 
     def _past(self, batch: PlannedBatch) -> tuple[RowsPast, ...]:

@@ -223,7 +223,6 @@ class TokenizerProcess:
         answer = _received(self._control, LOAD_WALL_S)
         if not answer:
             self._end()
-            scratch.remove_abandoned()
             limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
             name = self._load["directory"] or self._name
             raise ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
@@ -238,6 +237,7 @@ def _end(process: "subprocess.Popen[bytes]", control: Connection, unregister: Ca
     process.wait()
     control.close()
     unregister()
+    scratch.remove_abandoned()  # what it owned, if it was still loading
 
 
 def _received(connection: Connection, seconds: float) -> dict[str, Any]:

@@ -55,8 +55,6 @@ class Checkpoint(NamedTuple):
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
-        if "tool_calls" not in (self.template or "") and any("tool_calls" in message for message in messages):
-            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
         conversation = [
             {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages

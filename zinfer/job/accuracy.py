@@ -1,10 +1,8 @@
 """Accuracy study: run a reference and the settings that are compared with it, each load in a process of its own.
 
-Every sample makes two rows: one follows the reference's own greedy tokens, the other the text. The
-reference is also compared with itself, with its first batch in two halves. That shows how far floating point alone
-moves it when other kernels, or the same ones in another order, compute it; a deviation below that means nothing. (If it
-is 0, kernels do not depend on the batch. Any change of a setting still makes 16-bit values round elsewhere; in float32
-little but the setting's own part remains.)
+Every sample makes two rows: one follows the reference's own greedy tokens, the other the text. The reference is also
+compared with itself, with its first batch in two halves: that shows how far floating point alone moves it, and a
+deviation below that means nothing.
 """
 
 import platform
@@ -190,8 +188,6 @@ def text_of(name: str) -> tuple[str, str]:
         return Path(name).name, documents.decode(documents.read_bytes(Path(name)), name)
     except FileNotFoundError:
         raise StudyError(f"--prompt-file {name} cannot be read: No such file or directory") from None
-    except documents.DocumentError as error:
-        raise error.converted(StudyError) from None
 
 
 def describe(spec: ModelSpec) -> str:

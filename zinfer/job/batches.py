@@ -12,7 +12,6 @@ from zinfer.record.measurement import Status
 
 OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
 PLATEAU = 0.05  # gain of two doublings together, over the best before, from which on a larger batch is tried
-SMALLEST_STEP = 1 / 32  # of the search for the best batch, as a share of the largest
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,21 @@ class Answer(NamedTuple):
 Batches = Generator[Try, Answer, None]
 
 
-def search(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0, refine: bool = False) -> Batches:
+def search(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
     """Search for the batch with the most output tokens a second.
 
-    `first` are timed, then larger ones by `factor`, until two steps together gain less than `PLATEAU`, or until memory
+    `first` are timed, then doubles, until two steps together gain less than `PLATEAU`, or until memory
     ends: at `limit`, by the `guess` of the largest batch, or by a failure. Then untimed tries follow, which begin at
     `guess` and proceed in growing strides, and by bisection between what ran and what did not; the largest batch that
-    runs is timed. With `refine` the search goes on around the best one, in steps of an eighth of the largest batch,
-    halved while both neighbours are slower. An answer is sent in for every batch yielded; any status but ``ok`` counts
+    runs is timed. An answer is sent in for every batch yielded; any status but ``ok`` counts
     as not running.
     """
     listed_first = sorted(first)
-    start = factor * listed_first[-1] if listed_first else 1
+    start = 2 * listed_first[-1] if listed_first else 1
     rates: dict[int, float] = {}
     good, bad, level = 0, limit + 1, False
-    for batch in chain(listed_first, (start * factor**power for power in count())):
-        if batch > limit or batch > guess > good >= start // factor:
+    for batch in chain(listed_first, (start * 2**power for power in count())):
+        if batch > limit or batch > guess > good >= start // 2:
             break
         answer = yield Try(batch)
         if answer.status != "ok":
@@ -57,17 +55,15 @@ def search(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 
         good = batch
         if answer.tok_s is not None:
             rates[batch] = answer.tok_s
-        if batch * factor >= start and (level := levels_off(rates, factor)):
+        if batch * 2 >= start and (level := levels_off(rates)):
             break
     if not level:
         yield from _edge(good, bad, guess, rates)
-    if refine:
-        yield from _around_the_best(rates)
 
 
-def levels_off(rates: dict[int, float], factor: int = 2) -> bool:
+def levels_off(rates: dict[int, float]) -> bool:
     """Return whether the rates have reached their plateau."""
-    before = [rate for batch, rate in rates.items() if batch * factor**2 <= max(rates)]
+    before = [rate for batch, rate in rates.items() if batch * 4 <= max(rates)]
     return bool(before) and max(rates.values()) < (1 + PLATEAU) * max(before)
 
 
@@ -91,19 +87,6 @@ def _edge(good: int, bad: int, guess: int, rates: dict[int, float]) -> Batches:
         good -= 1  # timed, it needs a little more memory
 
 
-def _around_the_best(rates: dict[int, float]) -> Batches:
-    largest = max(rates, default=0)
-    step = largest // 8
-    while step >= max(1, int(largest * SMALLEST_STEP)):
-        best = max(rates, key=lambda batch: rates[batch])
-        for batch in (best - step, best + step):
-            if 0 < batch <= largest and batch not in rates:
-                answer = yield Try(batch)
-                rates[batch] = answer.tok_s or 0.0 if answer.status == "ok" else 0.0
-        if max(rates, key=lambda batch: rates[batch]) == best:
-            step //= 2
-
-
 def listed(batches: Iterable[int]) -> Batches:
     """Yield batches in rising order until memory runs out."""
     for batch in sorted(batches):
@@ -120,8 +103,7 @@ def batches_of(sweep: Sweep, plan: Plan) -> Batches:
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
-    factor, first = automatic(sweep.batch_size)
-    return search(limit, factor or 2, first, min(plan.max_batch_size, limit), refine=not factor)
+    return search(limit, automatic(sweep.batch_size), min(plan.max_batch_size, limit))
 
 
 def advance(batches: Batches, answer: Answer | None) -> Try | None:

@@ -6,6 +6,7 @@ the rows of a worker that failed, is the caller's.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -18,33 +19,30 @@ MANY = 16  # rows of a failed batch above which a quarter of them is tried next,
 FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of no use after them
 
 
+@dataclass(eq=False)
 class Driver:
     """Owner of a worker: starts, loads, lends, restarts and ends it.
 
     `on_loading` is called before each load; `signals` raise Interrupted only while the worker is waited for.
     """
 
-    def __init__(
-        self,
-        make_worker: Callable[[], Client],
-        on_loading: Callable[[Plan], object] = lambda _plan: None,
-        signals: Signals | None = None,
-    ) -> None:
-        self._make_worker, self._on_loading, self.signals = make_worker, on_loading, signals
-        self._worker: Client | None = None
-        self.loaded = False
+    make_worker: Callable[[], Client]
+    on_loading: Callable[[Plan], object] = lambda _plan: None
+    signals: Signals | None = None
+    loaded: bool = field(default=False, init=False)
+    _worker: Client | None = field(default=None, init=False)
 
     def start(self) -> Client:
         """Start the process, if there is none, without a load."""
         if self._worker is None:
-            self._worker = self._make_worker()
+            self._worker = self.make_worker()
         return self._worker
 
     def load(self, plan: Plan) -> None:
         """Load `plan`'s engine, unless one is loaded. Raises LoadRefused, WorkerDied, and ends the worker then."""
         if self.loaded:
             return
-        self._on_loading(plan)
+        self.on_loading(plan)
         worker = self.start()
         try:
             with self._interruptible():

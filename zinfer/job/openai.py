@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from zinfer.core.case import MOST
 from zinfer.core.errors import ZinferError
-from zinfer.core.request import EchoedPrompt, Request, Sampling, TokenScore
-from zinfer.system.documents import Bounds, DocumentError, parse_json
+from zinfer.core.request import EchoedPrompt, Failure, Request, Sampling, TokenScore
 
 MAX_STOPS, MAX_STOP = 16, 1000  # texts that end an answer, and characters of one
 MAX_MESSAGES = 10_000  # of a chat
@@ -31,7 +30,6 @@ _USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p"
 _SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos", "stream_options"})
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
 
-_ARGUMENTS = Bounds(values=10_000, composed=10_000)  # of a tool call
 _ANY = ("any value",)
 # Values without an effect on the answer, which clients send though they ask for nothing, by part and name. Null, and
 # an empty text, list or object, has none either, unless its name is followed by an empty tuple.
@@ -71,6 +69,10 @@ class Refused(ZinferError):
         super().__init__(message)
         self.code, self.param, self.status, self.retry_s = code, param, status, retry_s
 
+    @property
+    def failure(self) -> Failure:
+        return Failure(code=self.code, message=str(self), status=self.status, param=self.param)
+
 
 class ServerLimits(NamedTuple):
     """Bounds of a server's requests: the model's vocabulary, and the maximum of answers to one request."""
@@ -100,6 +102,10 @@ class Asked(NamedTuple):
     usage: bool = False  # a stream ends with the numbers of tokens
     usages: bool = False  # every event of a stream has those so far
     ignore_eos: bool = False
+
+    @property
+    def subject(self) -> str:
+        return "messages" if self.chat else "prompt"
 
     def request(self, prompt_ids: Sequence[int], limit: int, seed: str | None = None, **fields: Any) -> Request:
         """Return the worker's request for one answer of at most `limit` tokens."""
@@ -288,12 +294,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("invalid_value", "a message must be an object with a role", "messages")
-    given = _effective(message, ("role", "content", "name", "tool_calls", "tool_call_id"), "a message")
-    calls = given.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise Refused("invalid_type", "tool_calls of a message must be a list", "messages")
-    calls = [_tool_call(call) for call in calls]
-    content = given.get("content", "" if calls else None)
+    given = _effective(message, ("role", "content", "name"), "a message")
+    content = given.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
     for part in parts:
@@ -302,42 +304,18 @@ def _message(message: Any) -> dict[str, Any]:
         _effective(part, ("type", "text"), "a part of a message")
         text += part["text"]
     checked: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
-    for key in ("name", "tool_call_id"):
-        if key in given:
-            if not isinstance(given[key], str):
-                raise Refused("invalid_type", f"{key} of a message must be a text", "messages")
-            checked[key] = _unicode(given[key], "messages")
-    return checked | ({"tool_calls": calls} if calls else {})
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a call of an earlier answer for chat templates: its arguments as an object."""
-    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
-    name, arguments = (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else (0, 0)
-    identity = call.get("id", "") if isinstance(call, dict) else 0
-    if not (isinstance(identity, str) and isinstance(name, str) and isinstance(arguments, str)):
-        raise Refused("invalid_value", "a tool call needs a function with a name and arguments, both texts", "messages")
-    try:
-        values = parse_json(_unicode(arguments, "messages").encode(), "arguments", bounds=_ARGUMENTS)
-        _unicode(json.dumps(values, ensure_ascii=False), "messages")
-    except DocumentError as error:
-        raise Refused("invalid_value", f"a tool call's {str(error)[:200]}", "messages") from None
-    if not isinstance(values, dict):
-        raise Refused("invalid_value", "a tool call's arguments must be a JSON object", "messages")
-    named = {"name": _unicode(name, "messages"), "arguments": values}
-    return {"id": _unicode(identity, "messages"), "type": "function", "function": named}
+    if "name" in given:
+        if not isinstance(given["name"], str):
+            raise Refused("invalid_type", "name of a message must be a text", "messages")
+        checked["name"] = _unicode(given["name"], "messages")
+    return checked
 
 
 # Answers
 
 
 def completion_object(
-    identity: str,
-    created: int,
-    model: str,
-    chat: bool,
-    choices: list[dict[str, Any]],
-    usage: dict[str, Any],
+    identity: str, created: int, model: str, chat: bool, choices: list[dict[str, Any]], usage: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the body of an answer; `usage` is a `usage_object`."""
     return {

@@ -4,17 +4,13 @@ A part begins as every results file does, with a header that names its shard; a 
 it. `merge` believes no part: it must be one of this recipe, and have been measured to its end.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from zinfer.core.case import Case
-from zinfer.job.recipe import Sweep, SweepLoad
+from zinfer.job.recipe import Sweep
 from zinfer.job.shard import Shard, ShardError, shards_begun, whole_split
 from zinfer.job.sweep import FINAL, Outcome, Point, key_of, recipe_of
 from zinfer.record.jsonl import read_lines
-from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store, decode, encode, read
 
 
@@ -60,9 +56,9 @@ def read_part(output: Path, shard: Shard, sweep: Sweep) -> Part:
 def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -> Outcome:
     """Append the points of the parts to `output`, and return all.
 
-    They come in the order of the recipe; points that it has are not appended again. Raises ShardError if a part is
-    foreign, if `output` has another recipe and `force` is not set, or, if the sweep has to be `whole`, if a part is
-    missing or has not come to its end; StoreError if a file cannot be read or written.
+    They come shard by shard; points that it has are not appended again. Raises ShardError if a part is foreign, if
+    `output` has another recipe and `force` is not set, or, if the sweep has to be `whole`, if a part is missing or has
+    not come to its end; StoreError if a file cannot be read or written.
     """
     path = parts_path(output)
     shards = whole_split(path) if whole else shards_begun(path)
@@ -73,7 +69,12 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
             f"where they ended: --shard {', '.join(lacking)[:600]}"
         )
     headers = _common([header for part in parts.values() for header in part.headers])
-    points = _ordered(sweep, [point for part in parts.values() for point in part.points])
+    points = [point for part in parts.values() for point in part.points]
+    revisions: dict[object, str] = {}
+    for point in points:
+        model = point.case.model, point.case.layers, point.case.weights
+        if revisions.setdefault(model, point.model_revision) != point.model_revision:
+            raise ShardError(f"parts have different weights of {point.case.model}: remove those of one revision")
     with Store.open(output) as store:
         before = read(output)
         if before.headers and before.headers[-1].recipe != recipe_of(sweep) and not force:
@@ -101,38 +102,7 @@ def _undated(header: Header) -> str:
     return f"{header.machine} {sorted(header.versions.items())}"
 
 
-def _ordered(sweep: Sweep, points: Iterable[Point]) -> list[Point]:
-    """Sort points as the recipe has them: by round, then by load.
-
-    Raises ShardError for one of another sweep, or of other weights.
-    """
-    loads = [*sweep.loads()]
-    revisions: dict[object, str] = {}
-    indices: dict[Case, int] = {}
-    measured = Counter[object]()
-    placed = []
-    for point in points:
-        case = point.case.model_copy(update={"workload": loads[0].case("dummy", "bfloat16", 1, 1).workload})
-        if case not in indices:
-            indices[case] = _index(loads, case)
-        model = case.model, case.layers, case.weights
-        if revisions.setdefault(model, point.model_revision) != point.model_revision:
-            raise ShardError(f"parts have different weights of {case.model}: remove those of one revision")
-        placed.append(((measured[key_of(point)], indices[case]), point))
-        measured[key_of(point)] += point.usable
-    return [point for _, point in sorted(placed, key=lambda pair: pair[0])]
-
-
-def _index(loads: list[SweepLoad], case: Case) -> int:
-    for index, load in enumerate(loads):
-        if load.case(case.load_format, case.dtype, 1, 1) == case:
-            return index
-    raise ShardError(f"a part has a point of no load of this sweep: {case.model} {case.label()}")
-
-
 def _outcome(points: list[Point]) -> Outcome:
     """Return the points but for failures that were tried again."""
     last = {key_of(point): point for point in points}
-    standing = [point for point in points if point.status in FINAL or last[key_of(point)] is point]
-    equal = [point for point in standing if isinstance(point, Measurement)]
-    return Outcome(equal, [point for point in standing if not isinstance(point, Measurement)])
+    return Outcome([point for point in points if point.status in FINAL or last[key_of(point)] is point])

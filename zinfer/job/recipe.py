@@ -25,27 +25,17 @@ from zinfer.core.engine import (
     conflict,
     draft_model,
     resolve_options,
-    without_retired,
 )
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
-from zinfer.core.requests import (
-    MAX_REQUESTS,
-    ONLY_NUMBERS,
-    InFlight,
-    LengthDistribution,
-    Order,
-    RequestCount,
-    RequestRate,
-    count_of,
-)
+from zinfer.core.requests import ONLY_NUMBERS, InFlight, LengthDistribution, Order, RequestCount, RequestRate
 from zinfer.core.value import Frozen, first_fault
 from zinfer.system import documents
 from zinfer.system.printable import printable
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
-LOADS, CASES, POINTS = 1000, 2000, 10_000  # maximum of processes; of these at each pair of lengths; and each batch
+LOADS, POINTS = 1000, 10_000  # maximum of processes, and of points
 AXIS = 1000  # maximum of values of an axis
 PEER = "peer"  # engine that a user would pick instead of `stream`
 DESCRIPTION = 4000  # maximum of characters
@@ -59,14 +49,6 @@ def _plain(name: str) -> str:
     if name != printable(name) or not name.isprintable():
         raise ValueError("a name has no control characters")
     return name
-
-
-def _finite(value: Option) -> Option:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number is finite")
-    if isinstance(value, int) and abs(value) >= 1 << 63:
-        raise ValueError("a whole number has at most 64 bits")
-    return _plain(value) if isinstance(value, str) else value
 
 
 def _as_tuple(value: Any) -> Any:
@@ -84,8 +66,7 @@ OptionalAxis = Annotated[tuple[T, ...], Field(max_length=AXIS), BeforeValidator(
 Axis = Annotated[OptionalAxis[T], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plain)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
-Setting = Annotated[Option, AfterValidator(_finite)]
-Settings = Annotated[tuple[Setting, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
+Settings = Annotated[tuple[Option, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
 Budget = Annotated[Name, AfterValidator(_budget)]
 Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
 _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
@@ -96,12 +77,7 @@ class EngineRecipe(Frozen):
 
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
-    options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
+    options: dict[Name, Option] = Field(default_factory=dict, max_length=100)
 
 
 class SweepLoad(Frozen):
@@ -137,9 +113,9 @@ class Sweep(Frozen):
     """Axes of a sweep: every tuple is an axis, and the sweep is their product.
 
     `batch_size` lists the batches to measure, or is "auto": double until two doublings together gain less than 5%, or
-    memory runs out; then bisect to the largest batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and
-    goes on behind them). "best", or "1,8,best", then searches around the fastest. The engine "peer" is the one to
-    compare `stream` with. No point begins after `minutes`, each load having its part of them; 0 is no bound.
+    memory runs out; then bisect to the largest batch that runs ("1,8,32,auto" measures these and goes on behind them).
+    The engine "peer" is the one to compare `stream` with. No point begins after `minutes`, each load having its part of
+    them; 0 is no bound.
 
     A sweep with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`)
     and open loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds`
@@ -155,7 +131,7 @@ class Sweep(Frozen):
     output_len: Axis[Whole] = (32,)
     requests: Name | None = None
     request_lengths: OptionalAxis[Lengths] = ()
-    num_requests: RequestCount | None = None  # of a file: its first ones; "10x": ten times those in flight
+    num_requests: RequestCount | None = None  # of a file: its first ones
     in_flight: OptionalAxis[InFlight] = ()
     request_rate: OptionalAxis[RequestRate] = ()
     request_order: Order = "given"
@@ -184,11 +160,9 @@ class Sweep(Frozen):
         """
         if not isinstance(fields, dict) or not (fields.get("requests") or fields.get("request_lengths")):
             return fields
-        fields = dict(fields)
+        fields = {"batch_size": ()} | fields
         if all(fields.get(name) in (None, (), []) for name in ("in_flight", "request_rate")):
             fields["in_flight"] = ("auto",)
-        if "batch_size" not in fields:
-            fields["batch_size"] = ()
         if fields["batch_size"] in ((), []) and {"input_len", "output_len"} & fields.keys():
             lengths = fields.get("input_len", ()), fields.get("output_len", ())
             if lengths not in _DEFAULT_LENGTHS:
@@ -207,24 +181,17 @@ class Sweep(Frozen):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
 
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
-
     @model_validator(mode="after")
     def _bounded(self) -> Self:
         budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
         loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
-        loads *= math.prod(map(len, self.options.values()))
-        loads *= self.rounds
-        sizes = 1 if isinstance(self.batch_size, str) else len(self.batch_size)
-        cases = loads * len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
-        points = cases * sizes + loads * self._request_loads()
-        if loads > LOADS or cases > CASES or points > POINTS:
+        loads *= math.prod(map(len, self.options.values())) * self.rounds
+        lengths = len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
+        points = loads * lengths * (1 if isinstance(self.batch_size, str) else len(self.batch_size))
+        points += loads * self._request_loads()
+        if loads > LOADS or points > POINTS:
             raise ValueError(
-                f"the axes make {loads:,} loads, {cases:,} with lengths, and {points:,} points; a sweep has at "
-                f"most {LOADS:,} loads, {CASES:,} with lengths, and {POINTS:,} points"
+                f"the axes make {loads:,} loads and {points:,} points; a sweep has at most {LOADS:,} and {POINTS:,}"
             )
         return self
 
@@ -240,11 +207,6 @@ class Sweep(Frozen):
         numbers = [number for number in self.in_flight if isinstance(number, int)]
         if self.request_order != "given" and (self.request_rate or len(numbers) < len(self.in_flight)):
             raise ValueError(ONLY_NUMBERS)
-        if isinstance(self.num_requests, str):
-            if self.request_rate or len(numbers) < len(self.in_flight):
-                raise ValueError(f"num_requests {self.num_requests} is for closed loops: write in_flight as numbers")
-            if (count_of(self.num_requests, max(numbers)) or 0) > MAX_REQUESTS:
-                raise ValueError(f"num_requests {self.num_requests}: a load has at most {MAX_REQUESTS:,} requests")
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
@@ -290,52 +252,37 @@ class Sweep(Frozen):
         yield from product(self.input_len if self.batch_size else (), self.output_len)
 
 
-def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """Return the factor of ``auto`` or ``auto*N``, and the batches before it. The factor of ``best`` is 0.
-
-    Raises RecipeError for anything else.
-    """
+def automatic(batch_size: str) -> tuple[int, ...]:
+    """Return the batches before ``auto``. Raises RecipeError."""
     *listed, last = batch_size.split(",")
-    match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?|best", last)
-    if match is None or (listed and match[1]):
-        raise RecipeError(f"--batch-size {batch_size!r}: write auto, auto*4 to quadruple, best, or 1,8,auto")
-    batches = parse_batches(",".join(listed)) if listed else ()
-    assert not isinstance(batches, str)
-    return 0 if last == "best" else int(match[1] or 2), batches
+    return _sizes(",".join(listed) if listed and last == "auto" else batch_size) if batch_size != "auto" else ()
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
     """Return the batch sizes of ``1,2,4``, ``1-64*2`` (1, 2, 4, .. 64) or ``8-32+8`` (8, 16, 24, 32), also mixed.
 
-    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError.
+    ``auto`` and ``1,2,auto`` stay text. Raises RecipeError.
     """
-    if text.split(",")[-1].startswith(("auto", "best")):
-        automatic(text)
-        return text
-    sizes: list[int] = []
+    sizes = automatic(text)
+    return text if text.endswith("auto") else sizes
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = set[int]()
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
-        if match is None:
+        value, end, step = (int(match[1]), int(match[2] or match[1]), int(match[4] or 1)) if match else (0, 0, 0)
+        grows = match is not None and step >= (2 if match[3] == "*" else 1)
+        while grows and 1 <= value <= end and len(sizes) <= AXIS:
+            sizes.add(value)
+            value = value * step if match[3] == "*" else value + step  # type: ignore[index]
+        if not grows or value <= end or end > MOST:
             shown = text if len(text) <= 80 else f"{text[:80]}…"
-            raise RecipeError(f"--batch-size {shown!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
-        value, end = int(match[1]), int(match[2] or match[1])
-        step = int(match[4] or 1)
-        if value < 1:
-            raise RecipeError(f"--batch-size {text!r}: a batch has at least one sequence")
-        if step < (2 if match[3] == "*" else 1):
-            raise RecipeError(f"--batch-size {text!r}: the range {part.strip()} never ends")
-        if end > MOST or (match[3] == "+" and (end - value) // step >= AXIS):
             raise RecipeError(
-                f"--batch-size: {part.strip()} is more than {AXIS:,} batch sizes, or a batch above {MOST:,}"
+                f"--batch-size {shown!r}: write auto, 1,2,4, 1,8,auto, 1-64*2 (doubling) or 8-64+8 (steps), "
+                f"at most {AXIS:,} sizes from 1 to {MOST:,}"
             )
-        while value <= end:
-            sizes.append(value)
-            if match[3] is None:
-                break
-            value = value * step if match[3] == "*" else value + step
-        if len(sizes) > AXIS:
-            raise RecipeError(f"--batch-size: more than {AXIS:,} batch sizes")
-    return tuple(sorted(set(sizes)))
+    return tuple(sorted(sizes))
 
 
 def parse_option(text: str) -> Option:

@@ -6,8 +6,7 @@ A file has a JSON object a line: a request in OpenAI's batch format (`zinfer.job
     {"input_len": 245, "output_len": 106}
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,8 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from zinfer.core.case import MOST
-from zinfer.core.errors import ZinferError
 from zinfer.core.request import GREEDY, Sampling
-from zinfer.core.requests import DEFAULT_REQUESTS, MAX_REQUESTS, LengthDistribution, RequestLoad, count_of
+from zinfer.core.requests import DEFAULT_REQUESTS, MAX_REQUESTS, LengthDistribution, RequestLoad
 from zinfer.core.value import Frozen
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
@@ -27,7 +25,7 @@ LENGTHS = ("input_len", "output_len")
 TEXT_TOKEN = 4  # characters of a token, roughly: what a plan reckons with before the tokenizer is loaded
 
 
-class RequestsError(ZinferError):
+class RequestsError(documents.DocumentError):
     """A file of requests that cannot be used; the message names the line and the fault."""
 
 
@@ -44,7 +42,6 @@ class AskedRequest(NamedTuple):
 
 
 Asked = tuple[AskedRequest, ...]
-Source = Callable[[int | None], tuple[str, Asked]]  # name of a source, and a number of its requests, or all of a file
 
 
 class RequestSet(NamedTuple):
@@ -75,47 +72,35 @@ class _LengthLine(Frozen):
 def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
     """Return the loads of requests of a sweep: each file and distribution, with each number in flight and each rate.
 
-    Raises RequestsError for a file that cannot be read or used.
+    Raises DocumentError for a file that cannot be read or used.
     """
     loops: list[dict[str, int | float | str]] = [{"in_flight": number} for number in sweep.in_flight]
     loops += [{"request_rate": rate} for rate in sweep.request_rate]
     sets = []
-    for source in _sources(sweep):
-        for loop in loops:
-            name, requests = source(count_of(sweep.num_requests, loop.get("in_flight")))
-            fields = {"source": name, "requests": len(requests), "seed": sweep.seed, "order": sweep.request_order}
-            sets.append(RequestSet(RequestLoad.model_validate(fields | loop), requests))
+    for name, requests in _sources(sweep):
+        fields = {"source": name, "requests": len(requests), "seed": sweep.seed, "order": sweep.request_order}
+        sets += [RequestSet(RequestLoad.model_validate(fields | loop), requests) for loop in loops]
     return tuple(sets)
 
 
-def _sources(sweep: Sweep) -> Iterator[Source]:
+def _sources(sweep: Sweep) -> Iterator[tuple[str, Asked]]:
+    """Yield name and requests of the file and of each distribution."""
     if sweep.requests is not None:
         path = Path(sweep.requests)
-        yield partial(_of_file, path, read_file(path), isinstance(sweep.num_requests, str))
+        requests = read_file(path)[: sweep.num_requests]
+        yield f"{path.name} {sha256(repr(requests).encode(errors='replace')).hexdigest()[:12]}", requests
     for text in sweep.request_lengths:
-        yield partial(_drawn, LengthDistribution.parse(text), sweep.seed)
-
-
-def _of_file(path: Path, requests: Asked, exactly: bool, count: int | None) -> tuple[str, Asked]:
-    if exactly and count is not None and count > len(requests):
-        raise RequestsError(f"{path} has {len(requests):,} requests, and {count:,} are asked for")
-    digest = sha256(repr(requests[:count]).encode(errors="replace")).hexdigest()[:12]
-    return f"{path.name} {digest}", requests[:count]
-
-
-def _drawn(wanted: LengthDistribution, seed: int, count: int | None) -> tuple[str, Asked]:
-    lengths = wanted.draw(count or DEFAULT_REQUESTS, seed)
-    return wanted.describe(), tuple(AskedRequest(None, *pair) for pair in lengths)
+        wanted = LengthDistribution.parse(text)
+        lengths = wanted.draw(sweep.num_requests or DEFAULT_REQUESTS, sweep.seed)
+        yield wanted.describe(), tuple(AskedRequest(None, *pair) for pair in lengths)
 
 
 def read_file(path: Path) -> Asked:
-    """Return the requests of a file, in its order. Raises RequestsError that names the line, or the request."""
+    """Return the requests of a file, in its order. Raises DocumentError that names the line, or the request."""
     try:
         content = documents.read_bytes(path)
     except FileNotFoundError:
         raise RequestsError(f"no file {path} of requests") from None
-    except documents.DocumentError as error:
-        raise error.converted(RequestsError) from None
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not 1 <= len(numbered) <= MAX_REQUESTS:
@@ -125,11 +110,7 @@ def read_file(path: Path) -> Asked:
     requests = []
     for number, line in numbered:
         name = f"{path}, line {number}"
-        try:
-            lengths = documents.validate(_LengthLine, documents.parse_json(line, name), name)
-        except documents.DocumentError as error:
-            more = "; write input_len and output_len, or a request with a custom_id"
-            raise error.converted(RequestsError, more) from None
+        lengths = documents.validate(_LengthLine, documents.parse_json(line, name), name)
         requests.append(AskedRequest(None, lengths.input_len, lengths.output_len))
     return tuple(requests)
 

@@ -1,17 +1,12 @@
 """Signals during a job, acted on where no record is lost."""
 
-import _thread
-import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from zinfer.system import ending
-
-SOON_S = 0.02  # in which a finaliser, and the hook that learns of its exception, have returned
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,36 +22,6 @@ class Interrupted(KeyboardInterrupt):
         return signal.Signals(self.signal).name
 
 
-@contextmanager
-def kept(thrown: list[KeyboardInterrupt]) -> Iterator[None]:
-    """Raise at the block's end a signal's exception lost within it.
-
-    A handler that raises notes its exception in `thrown`. It may be raised within any call of a library, which may turn
-    it into an error of its own (pydantic does so without a cause) or drop it (as Python does in a finaliser).
-    """
-    try:
-        yield
-    except KeyboardInterrupt as raised:
-        if thrown and type(raised) is KeyboardInterrupt:  # as Ray has it, which drops the signal's number
-            raise _again(thrown[-1]) from None
-        raise
-    except BaseException:
-        if thrown:
-            raise _again(thrown[-1]) from None
-        raise
-    if thrown:
-        raise _again(thrown[-1])
-
-
-def _again(thrown: KeyboardInterrupt) -> KeyboardInterrupt:
-    return type(thrown)(*thrown.args)
-
-
-def _send_soon(number: int) -> None:
-    time.sleep(SOON_S)
-    os.kill(os.getpid(), number)
-
-
 class Signals:
     """Context that defers SIGINT and SIGTERM. They raise Interrupted only inside `raised`, where a worker is waited
     for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk.
@@ -67,12 +32,13 @@ class Signals:
         self._numbers, self._on_signal = numbers or ending.SIGNALS, on_signal
         self.pending: int | None = None
         self._waiting = False
-        self._thrown: list[KeyboardInterrupt] = []
 
     def __enter__(self) -> "Signals":
-        self._before = {}
+        self._before: dict[int, Any] = {}
         with suppress(ValueError):  # not in the main thread, which alone can handle signals
-            self._before = {number: signal.signal(number, self._arrived) for number in self._numbers}
+            for number in self._numbers:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and jobs of a cluster have it
+                    self._before[number] = signal.signal(number, self._arrived)
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -82,39 +48,28 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let signals raise Interrupted within the block, also earlier ones."""
-        thrown = self._thrown = []
-        with kept(thrown), self._not_dropped():
-            self._waiting = True
-            try:
-                if self.pending is not None:
-                    raise Interrupted(self.pending)
-                yield
-            finally:
-                self._waiting = False
+        """Let signals raise Interrupted within the block, also earlier ones.
 
-    @contextmanager
-    def _not_dropped(self) -> Iterator[None]:
-        """Send a signal again if Python dropped its exception in a finaliser."""
-        before = sys.unraisablehook
-
-        def dropped(what: "sys.UnraisableHookArgs") -> None:
-            if isinstance(what.exc_value, Interrupted):
-                self._waiting = True
-                _thread.start_new_thread(_send_soon, (what.exc_value.signal,))
-            else:
-                before(what)
-
-        sys.unraisablehook = dropped
+        A library within may turn the exception into an error of its own (pydantic does so without a cause), or drop it:
+        it is raised again at the end of the block.
+        """
         try:
+            self._waiting = True
+            self._raise_pending()
             yield
+        except BaseException:
+            self._raise_pending()
+            raise
         finally:
-            sys.unraisablehook = before
+            self._waiting = False
+        self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        if self.pending is not None:
+            raise Interrupted(self.pending) from None
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         self.pending = number
         self._on_signal(number)
         if self._waiting:
-            self._waiting = False  # a second signal must not prevent the record of the first
-            self._thrown.append(Interrupted(number))
-            raise self._thrown[-1]
+            raise Interrupted(number)

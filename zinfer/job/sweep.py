@@ -1,8 +1,7 @@
 """Sweep: loads in the outer loop, batch sizes in the inner one.
 
-Every point is on disk before the next one starts. With 352 GB of weights the load *is* the cost, so a process loads
-once and measures batch after batch, smallest first. Out of memory is a result, not an accident: it is recorded, and no
-larger batch of the same load is tried.
+Every point is on disk before the next one starts. A process loads once and measures batch after batch, smallest first.
+Out of memory is a result: it is recorded, and no larger batch of the same load is tried.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from zinfer.checkpoint.source import Source, find
 from zinfer.core.case import Case
@@ -38,19 +37,21 @@ FINAL: frozenset[Status] = frozenset(
     {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
 )
 Point = Measurement | RequestPoint
-P = TypeVar("P", bound=Recorded)
 
 
 class Outcome(NamedTuple):
-    """Points of a sweep: of equal sequences, and of requests. `left` names what `Sweep.minutes` had no room for."""
+    """Points of a sweep. `left` names what `Sweep.minutes` had no room for."""
 
-    points: list[Measurement]
-    requests: list[RequestPoint]
+    all: list[Point]
     left: tuple[str, ...] = ()
 
     @property
-    def all(self) -> list[Point]:
-        return [*self.points, *self.requests]
+    def points(self) -> list[Measurement]:
+        return [point for point in self.all if isinstance(point, Measurement)]
+
+    @property
+    def requests(self) -> list[RequestPoint]:
+        return [point for point in self.all if isinstance(point, RequestPoint)]
 
 
 @dataclass
@@ -144,16 +145,14 @@ def run(
     done: Iterable[Point] = (),
     events: Events | None = None,
     make_worker: Callable[..., Client] = Worker,
-    signals: Signals | None = None,
 ) -> Outcome:
     """Measure the points that `done` does not hold, and return all.
 
-    Each is appended to `store` at once. After `Sweep.minutes` no point begins. `signals` interrupt it, by default
-    SIGINT and SIGTERM. Raises Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError
-    if a record cannot be written; no worker is left behind.
+    Each is appended to `store` at once. After `Sweep.minutes` no point begins. Raises Interrupted on SIGINT and
+    SIGTERM, after the point under way is recorded as `cancelled`, StoreError if a record cannot be written.
     """
     runner = _Runner(sweep, _turns(sweep, jobs), store, _known(done), events or Events())
-    with signals or Signals() as handled:
+    with Signals() as handled:
         for index, (_, job) in enumerate(runner.turns):
             worker = partial(
                 make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=runner.events.progress,
@@ -161,7 +160,7 @@ def run(
             )  # fmt: skip
             with Driver(worker, runner.events.loading, handled) as driver:
                 runner.run(index, driver)
-    return Outcome(runner.points, runner.requests, tuple(dict.fromkeys(runner.left)))
+    return Outcome(runner.points, tuple(dict.fromkeys(runner.left)))
 
 
 def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
@@ -221,8 +220,7 @@ class _Runner:
     store: Store
     recorded: Known
     events: Events
-    points: list[Measurement] = field(default_factory=list)
-    requests: list[RequestPoint] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -276,64 +274,51 @@ class _Runner:
     def _hopeless(self, point: Recorded) -> bool:
         return point.stage == "load" or self.crashes > 1
 
-    def _case_point(self, case: Case, timed: bool) -> Measurement:
+    def _case_point(self, case: Case, timed: bool) -> Any:
         repeats = self.sweep.repeats if timed else 0
-        point, resumed = self._point(
-            case, timed, lambda worker: worker.measure(case, repeats, self.sweep.tolerance),
-            lambda fields: Measurement(**fields | {"case": case}),
-        )  # fmt: skip
-        self.points.append(point)
-        self.events.point(point, resumed)
-        return point
+        return self._point(case, timed, lambda worker: worker.measure(case, repeats, self.sweep.tolerance))
 
-    def _request_point(self, key: RequestKey, request_set: RequestSet) -> RequestPoint:
-        asked: dict[str, Any] = {"case": key.case, "requests": request_set.load, "sla": self.sweep.sla}
-
+    def _request_point(self, key: RequestKey, request_set: RequestSet) -> Any:
         def measure(worker: Client) -> RequestPoint:
             requests, input_lens = _requests(self.job.plan.model, request_set)
             command = MeasureRequests(case=key.case, load=key.requests, input_lens=input_lens, sla=self.sweep.sla)
             return worker.measure_requests(command, requests)
 
-        point, resumed = self._point(key, True, measure, lambda fields: RequestPoint(**fields | asked))
-        self.requests.append(point)
-        self.events.requests(point, resumed)
+        return self._point(key, True, measure)
+
+    def _point(self, key: Key, timed: bool, measure: Callable[[Client], Any]) -> Any:
+        """Return a point as recorded, or measured now."""
+        self.events.trying(key)
+        began, recorded = monotonic(), _find(self.recorded, key, self.number, timed)
+        resumed = recorded is not None
+        point: Any = recorded or self._store(key, self._measure(key, measure))
+        self.measured += not resumed
+        self.forecast.finish(self.index, key, monotonic() - began, resumed)
+        self._tell_outlook()
+        self.points.append(point)
+        tell: Any = self.events.point if isinstance(key, Case) else self.events.requests
+        tell(point, resumed)
         return point
 
-    def _predicted(self, case: Case) -> dict[str, float]:
-        predicted = self.job.planner.at(case.workload)
-        numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
-        prefill_s, step_s = predicted.expected()
-        if step_s is not None and prefill_s is not None:
-            numbers |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
-        return numbers
-
-    def _store(self, key: Key, point: P) -> P:
+    def _store(self, key: Key, point: Any) -> Any:
         """Append a point to the store, and return it as stored."""
         fields: dict[str, Any] = {"model_revision": self.job.revision}
         if isinstance(key, Case):
-            fields["predicted"] = self._predicted(key)
+            plan = self.job.planner.at(key.workload)
+            fields["predicted"] = {"gpu_bytes": plan.gpu.total, "host_bytes": plan.host.total}
+            prefill_s, step_s = plan.expected()
+            if step_s is not None and prefill_s is not None:
+                fields["predicted"] |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
         point = point.model_copy(update=fields)
-        self.store.append(point)  # type: ignore[arg-type]
-        self.recorded.setdefault(key, []).append(point)  # type: ignore[arg-type]
+        self.store.append(point)
+        self.recorded.setdefault(key, []).append(point)
         return point
 
-    def _point(
-        self, key: Key, timed: bool, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]
-    ) -> tuple[P, bool]:
-        """Return a point as recorded, or measured now; True if it was recorded."""
-        self.events.trying(key)
-        began, recorded = monotonic(), _find(self.recorded, key, self.number, timed)
-        point: Any = recorded or self._measure(key, measure, make)
-        self.measured += recorded is None
-        self.forecast.finish(self.index, key, monotonic() - began, recorded is not None)
-        self._tell_outlook()
-        return point, recorded is not None
-
-    def _measure(self, key: Key, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]) -> P:
-        """Measure a point, or `make` that of a failure, and store it."""
-        if (why_not := self.job.plan.why_not) is not None:
-            return self._store(key, make(self._facts("unsupported", why_not, "load")))
+    def _measure(self, key: Key, measure: Callable[[Client], Any]) -> Any:
+        """Measure a point, or return that of a failure."""
         stage = "load"
+        if (why_not := self.job.plan.why_not) is not None:
+            return self._failed(key, "unsupported", why_not, stage)
         try:
             self.driver.load(self.job.plan)
             stage = "measure"
@@ -342,31 +327,32 @@ class _Runner:
             if point.status == "crashed":  # a CUDA context after an error cannot be used for the next point
                 self.crashes += 1
                 self.driver.end()
+            return point
         except LoadRefused as refused:
-            point = make({name: getattr(refused.point, name) for name in Recorded.model_fields})
+            return self._of(key, {name: getattr(refused.point, name) for name in Recorded.model_fields})
         except TaskFailed as failure:
-            point = make(self._facts(failure.status, str(failure), stage))
+            return self._failed(key, failure.status, str(failure), stage)
         except WorkerDied as death:
             self.crashes += death.status != "oom_gpu"  # ranks end together where one is out of memory
-            point = make(self._facts(death.status, str(death), stage))
+            return self._failed(key, death.status, str(death), stage)
         except Interrupted as interrupt:
             self.driver.end(kill=True)
-            self._store(key, make(self._facts("cancelled", interrupt.name, stage)))
+            self._store(key, self._failed(key, "cancelled", interrupt.name, stage))
             raise
-        return self._store(key, point)
 
-    def _facts(self, status: Status, error: str, stage: str) -> dict[str, Any]:
-        """Return the fields of a point that failed outside of the worker."""
+    def _failed(self, key: Key, status: Status, error: str, stage: str) -> Point:
+        """Return a point that failed outside of the worker."""
         model = self.job.plan.model
-        return {
-            "status": status,
-            "machine": self.job.plan.machine.name,
-            "error": error,
-            "stage": stage,
-            "num_layers": model.num_layers,
-            "total_layers": model.total_layers,
-            "started_at": now(),
-        }
+        fields = {
+            "status": status, "machine": self.job.plan.machine.name, "error": error, "stage": stage,
+            "num_layers": model.num_layers, "total_layers": model.total_layers, "started_at": now(),
+        }  # fmt: skip
+        return self._of(key, fields)
+
+    def _of(self, key: Key, fields: dict[str, Any]) -> Point:
+        if isinstance(key, Case):
+            return Measurement(**fields | {"case": key})
+        return RequestPoint(**fields | {"case": key.case, "requests": key.requests, "sla": self.sweep.sla})
 
 
 def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:

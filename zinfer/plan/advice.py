@@ -17,17 +17,13 @@ class Peers:
     """Figures of other engines, with which plans are compared."""
 
     gain: float = 1.25  # smallest ratio of rates that is worth a sentence
-    # Share of the memory bandwidth and the matmul rate of GPUs: vLLM 0.23 reaches 77% of the bandwidth of one A100 at
-    # one request (johnmusgrave.com), llama.cpp with all of Mixtral in Q4_0 on an H100 55% (226 tok/s). That sums over
-    # GPUs leave vLLM two thirds of its share is an assumption.
+    # Share of the bandwidth and matmul rate of GPUs: vLLM 0.23 reaches 77% of the bandwidth of one A100 at one request
+    # (johnmusgrave.com), llama.cpp with Mixtral in Q4_0 on an H100 55%; sums over GPUs are assumed to leave two thirds.
     on_gpu: float = 0.5
-    # Kernels of a layer and its two sums over GPUs, besides the bytes: without sums llama.cpp takes that long with all
-    # of gpt-oss-120b on an H100 (184 to 207 tok/s).
-    layer_s: float = 1e-4
+    layer_s: float = 1e-4  # kernels of a layer besides: llama.cpp with gpt-oss-120b on an H100 (184 to 207 tok/s)
     memory: float = 0.9  # share of GPU memory that vLLM takes, its default
-    # Rate at which llama.cpp computes with experts in host memory, over that at which the CPU reads it: the host of an
-    # H100 with 16 cores reads 113 GB/s; there gpt-oss-120b in MXFP4 made 21.9 tok/s, with the experts of 26 of 36
-    # layers on the host 24.2 and at batch 8 33, Mixtral in Q4_0 10.1 and at batch 8 14.2.
+    # Rate of llama.cpp with experts in host memory, over that at which the CPU reads it: an H100's host with 16 cores
+    # reads 113 GB/s, and made 21.9 tok/s of gpt-oss-120b in MXFP4 (33 at batch 8), 10.1 of Mixtral in Q4_0 (14.2).
     cpu_experts: float = 0.37
     cpu_batch: int = 8  # largest batch for it: of Mixtral in 4 bits llama.cpp made 64.7 tok/s at 32, zinfer 72.5
     host_read: float = 80e9  # of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s at their peak
@@ -37,10 +33,7 @@ PEERS = Peers()
 
 
 def advice(plans: Sequence[Plan]) -> str:
-    """Advise in one sentence whether to stream.
-
-    `plans` come from `Planner.best`, of one model, machine and pair of lengths.
-    """
+    """Advise in one sentence whether to stream. `plans` come from `Planner.best`, of one model and machine."""
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."
@@ -49,7 +42,7 @@ def advice(plans: Sequence[Plan]) -> str:
         for streams in (False, True)
     )
     if moving is None or staying is None:
-        (only,) = (plan for plan in (staying, moving) if plan)
+        only = moving or staying or able[0]
         too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
         stream = "Stream: without it the weights do not fit. " if too_large else "Only streaming was planned: "
         return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
@@ -71,17 +64,14 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def peers(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a sentence, with numbers, on each engine that would be faster.
-
-    `plans` are as for `advice`.
-    """
+    """Yield a sentence on each engine that would be faster than `plans`."""
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     best = max(able, key=_rate, default=None)
     if best is None or not best.streamed_bytes:
         return
     yield from _tensor_parallel(best)
     small = [plan for plan in able if plan.streamed_bytes and plan.case.workload.batch_size <= PEERS.cpu_batch]
-    one = best.case.workload.model_copy(update={"batch_size": 1})
+    one = best.case.with_batch(1).workload
     yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
 
 
@@ -111,12 +101,8 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
 def _cpu_experts(plan: Plan) -> Iterator[str]:
     """Yield the rate of experts on the CPU, if it is higher."""
     model, machine, workload = plan.model, plan.machine, plan.case.workload
-    batch_size, (_, step_s), hbm, link = (
-        workload.batch_size,
-        plan.expected(),
-        machine.hbm_bandwidth,
-        machine.h2d_bandwidth,
-    )
+    batch_size, step_s = workload.batch_size, plan.expected()[1]
+    hbm, link = machine.hbm_bandwidth, machine.h2d_bandwidth
     if model.num_experts < 2 or not machine.gpu_count or not step_s or hbm is None or link is None:
         return
     routed = model.routed_bytes * model.stored_ratio
@@ -139,10 +125,7 @@ def _cpu_experts(plan: Plan) -> Iterator[str]:
 
 
 def cpu_experts_s(model: ModelSpec, batch_size: int, on_host: float, host_read: float, hbm: float) -> float:
-    """Return the seconds of a decode step of llama.cpp.
-
-    The CPU computes the experts of the share `on_host` of the layers; it could read `host_read` bytes a second.
-    """
+    """Return the seconds of a step of llama.cpp. Experts of the share `on_host` of layers are on the CPU."""
     routed = model.routed_bytes * model.stored_ratio
     touched = routed * model.touched_share(batch_size)
     on_gpu = model.stored_bytes - routed + (1 - on_host) * touched

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from zinfer.core.case import Workload
-from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, chunk_factor
+from zinfer.core.engine import CHUNK_BYTES, PREFILL_TOKENS, chunk_factor
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 
@@ -27,16 +27,12 @@ class Allowances:
 
     context_bytes: int = 600 << 20  # CUDA context, cuBLAS workspaces and kernels, as the driver reports them
     process_bytes: int = 2 << 30  # a Python process with torch and CUDA loaded
-    # Host memory whose final size is not known, that of coded weights, is touched ahead of its use, while plenty is
-    # free: `zinfer.engine.pinned.AHEAD`, of which a load reaches half on average, and a factor of it.
+    # Host memory of coded weights is touched ahead while plenty is free: `zinfer.engine.pinned.AHEAD`, and a factor.
     ahead_bytes: int = 8 << 30
     plenty: int = 4
-    # KV cache of a draft model, measured in positions: room for rows that move between micro-batches, as a factor, and
-    # for positions that were rolled back and are not compacted yet.
-    draft_moves: float = 1.25
-    draft_positions: int = 256
-    # A prefill in blocks crosses the link once; its passes only need enough tokens to keep matrix products busy: this
-    # many hidden values (2,048 tokens of BLOOM-176B), and at least this many tokens.
+    draft_moves: float = 1.25  # room for rows of a draft's KV cache that move between micro-batches
+    draft_positions: int = 256  # room for positions that were rolled back and are not compacted yet
+    # Passes of a prefill in blocks have so many hidden values (2,048 tokens of BLOOM-176B), and tokens, at least.
     block_values: int = 2048 * 14336
     block_tokens: int = 2048
     whole_share: float = 0.9  # a pass that touches this share of evenly chosen experts brings all, without waiting
@@ -159,47 +155,33 @@ class Sizes:
         return sum(parameters[index] for index in self.placement.unpacked_layers) * self.model.dtype_bytes
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that all layers on the GPUs take there."""
-        unpacked = self.kept_unpacked
-        return round((self.stays - unpacked) * self.placement.kept_ratio) + unpacked
-
-    @property
     def cached_share(self) -> float:
         """Share of the routed experts that the GPU keeps."""
         missing = min(self.model.streamed_bytes - self.resident, self.model.routed_bytes)
         return 1 - missing / max(1, self.model.routed_bytes)
 
-    def missing_experts(self, tokens: int) -> int:
-        """Return the bytes of routed experts that a pass fetches."""
-        model, hits = self.model, self.model.hits("lfu", self.cached_share, tokens)
-        return round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
-
     def wire(self, tokens: int | None = None) -> int:
-        """Return the weight bytes that a pass moves over the links.
-
-        With experts on demand these are the experts that the tokens touch, less the cached ones.
-        """
+        """Return the weight bytes that a pass moves over the links: of experts on demand, those not cached."""
         if self.placement.tier == "gpu":
             return 0
         streamed = self.model.streamed_bytes - self.resident
         if tokens is not None and self.placement.chooses(tokens):
-            streamed += self.missing_experts(tokens) - min(streamed, self.model.routed_bytes)
+            model, hits = self.model, self.model.hits("lfu", self.cached_share, tokens)
+            missing = round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
+            streamed += missing - min(streamed, model.routed_bytes)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
 
-    def reads_codes(self, tokens: int | None) -> bool:
-        """Tell whether a pass multiplies resident quantised layers from their codes."""
-        if not self.placement.from_codes or tokens is None or self.placement.experts == "on-demand":
-            return False
-        pairs = tokens * self.model.experts_per_token if self.model.num_experts else 0
-        return tokens <= CODED_TOKENS and pairs <= CODED_PAIRS * self.model.num_experts
+    @property
+    def reads_codes(self) -> bool:
+        """True if passes multiply resident quantised layers from codes."""
+        return self.placement.from_codes and self.placement.experts != "on-demand"
 
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
 
-        All that comes through the ring is unpacked, or copied if it is not coded. Coded weights on the GPU are unpacked
-        anew in each pass, and so are cached experts and the parts of layers that several GPUs share. Resident layers
-        are computed in place if they are uncoded or kept unpacked, and quantised ones in a pass of few tokens.
+        All that comes through the ring is unpacked, or copied, and so are coded weights on the GPU, cached experts and
+        the parts of layers that several GPUs share. Resident layers are computed in place if they are uncoded or kept
+        unpacked, and quantised ones from their codes.
         """
         placement, model = self.placement, self.model
         if not placement.ring_depth:
@@ -208,7 +190,7 @@ class Sizes:
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
             layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
-        coded = placement.wire_ratio < 1 and not self.reads_codes(tokens)
+        coded = placement.wire_ratio < 1 and not self.reads_codes
         in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(self.stays, layers)
         return layers - in_place + experts
 
@@ -231,21 +213,12 @@ class Sizes:
         kv = self.model.kv_bytes(batch_size, length) - self.model.index_bytes(batch_size, length)
         return round(round(kv * self.placement.kv_ratio) * self.placement.kv_host_share)
 
-    def _kv_buffers(self, rows: int, workload: Workload) -> int:
-        """Return the bytes that a KV cache adds to the ring."""
-        placement, length = self.placement, workload.total_len
-        if not placement.kv_buffers:
-            kv = self.model.largest_kv_layer_bytes(rows, length)
-            return 2 * round(kv * placement.kv_ratio * placement.kv_host_share)
-        return placement.kv_buffers * (self.ring_buffer(rows, workload.input_len, length) - self.chunk)
-
     def activations(self, model: ModelSpec, rows: int, length: int) -> int:
         """Return the peak bytes of one layer's prefill of `rows` prompts.
 
-        These are hidden states, the widest intermediate twice (and a gate), for each expert of a token where experts
-        are routed, and eager attention scores where there is no fused kernel (three times in the weights' type, softmax
-        in float32). Passes in blocks keep their hidden states each, and a dense feed-forward network takes a long
-        prompt in blocks, too.
+        These are hidden states, the widest intermediate twice (and a gate), for each expert of a token, and eager
+        attention scores without a fused kernel (three times in the weights' type, softmax in float32). Passes in blocks
+        keep their hidden states each, and a dense feed-forward network takes a long prompt in blocks, too.
         """
         together = self.placement.prefill_rows(rows, length)
         tokens = at_once = together * length
@@ -271,9 +244,9 @@ class Sizes:
     ) -> Tiers:
         """Count the bytes on GPU, host and NVMe at their peak.
 
-        It is the peak over the load and all passes. Buffers and activations are taken times `working_factor`. Without a
-        GPU the host carries the device's bytes as well; they are counted under `gpu` all the same. A host of
-        `host_bytes` may have no memory to touch ahead. A load that `reads` a checkpoint has two buffers for it.
+        Buffers and activations are taken times `working_factor`. Without a GPU the host carries the device's bytes,
+        which are counted under `gpu` all the same. A host of `host_bytes` may have no memory to touch ahead. A load
+        that `reads` a checkpoint has two buffers for it.
         """
         placement, model = self.placement, self.model
         batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len
@@ -284,8 +257,11 @@ class Sizes:
         streams = offloaded > resident or (coded and placement.ring_depth)  # the ring is there even if all stay
         buffers = round(placement.layer_buffers * model.layer_bytes) if streams else 0
         host_kv, rows = self.host_kv(batch_size, length), placement.rows(batch_size)
-        if host_kv and not placement.kv_on_cpu:
-            buffers += self._kv_buffers(rows, workload)
+        if host_kv and not placement.kv_on_cpu and placement.kv_buffers:
+            buffers += placement.kv_buffers * (self.ring_buffer(rows, input_len, length) - self.chunk)
+        elif host_kv and not placement.kv_on_cpu:
+            kv = model.largest_kv_layer_bytes(rows, length)
+            buffers += 2 * round(kv * placement.kv_ratio * placement.kv_host_share)
         working = self.activations(model, rows, input_len)
         if model.draft is not None:  # all of it is on the GPU, or on the first one
             others += model.draft.weight_bytes
@@ -295,8 +271,10 @@ class Sizes:
         if placement.divided:  # a part, and a copy of the whole while it is used
             buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
         kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
+        unpacked = self.kept_unpacked
+        kept = round((resident - unpacked) * placement.kept_ratio) + unpacked
         gpu = Bytes(
-            weights=self.kept_bytes // placement.gpus + resident_others,
+            weights=kept // placement.gpus + resident_others,
             kv_cache=kv + draft_kv_bytes(model, batch_size, length),
             buffers=buffers,
             activations=working + extra,

@@ -5,7 +5,7 @@ holds more as cache than as a resident weight, so the batch comes first. A ring 
 a long prefill. With the batch given, residency W/(W-R) is all gain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
@@ -27,9 +27,7 @@ class Tuning:
     """Tuned numbers of a placement."""
 
     max_host_share: float = 0.97  # of host memory, that a load may take before it is refused
-    # Of the device's memory, that a batch may take: no record shows a batch of that size out of memory, which gaps of
-    # the allocator and short-lived tensors of a step cause beyond it.
-    max_device_share: float = 0.97
+    max_device_share: float = 0.97  # of the device's, that a batch may take: no record of this size is out of memory
     ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
     dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
     disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way
@@ -40,20 +38,14 @@ class Tuning:
     # expert has at least this many bytes on the wire: its copy and its unpacking take about 20 us of launches.
     fewer_share: float = 0.75
     min_expert_bytes: int = 1 << 20
-    # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:
-    # the rest is for KV cache and activations of all but the largest batches.
-    all_stay_share: float = 0.9
-    # Models in FP8 are unpacked once, as they load, where the GPU holds them so within this share of its memory.
-    unpacked_share: float = 0.6
-    # Host memory of a machine that tells nothing of it, over its GPU's, as far as a KV cache is concerned.
-    assumed_host: float = 4.0
+    all_stay_share: float = 0.9  # of the GPU's memory, within which all experts stay: the rest is for KV cache
+    unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
+    assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
     full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
-    # Shares of the GPU's memory that layers which stay may take, from which the fastest placement is searched; then so
-    # often halfway to its neighbours.
+    # Shares of the GPU's memory to try for layers that stay, then so often halfway to the best one's neighbours.
     budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
     halvings: int = 2
-    # GPU memory that layers kept unpacked leave free: for graphs, and for coding a layer again, which takes 1.2 GB.
-    unpacked_margin: int = 2 << 30
+    unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
     hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
     counted_on: float = 0.5  # share of the rate of unpacking by which that is judged
 
@@ -124,15 +116,12 @@ class Placer:
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _place(self, workload: Workload) -> Placement:
-        """Place a workload as is fastest."""
-        return self._with_unpacked(self._fastest(workload), workload)
-
-    def _with_unpacked(self, placement: Placement, workload: Workload) -> Placement:
-        """Return the placement with coded resident layers kept unpacked.
+        """Place a workload as is fastest, with coded resident layers kept unpacked.
 
         They take no more bytes than in the checkpoint, by which a budget counts. With ``auto`` fewer layers stay where
         the others, unpacked in their place, make a shorter step.
         """
+        placement = self._fastest(workload)
         able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
             return placement
@@ -141,7 +130,7 @@ class Placer:
         movable = placement.tier == "host" and not (placement.moved or limits)
         while movable and 1 < len(best.resident_layers) > len(best.unpacked_layers):
             stay = spread(len(best.resident_layers) - 1, self.model.num_layers)
-            fewer = {"resident_layers": stay, "resident_bytes": sum(self._layer_sizes[index] for index in stay)}
+            fewer = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay)}
             graphs = placement.graphs and self.model.attends_by_name
             other, seconds = self._unpack(placement.model_copy(update=fewer | {"graphs": graphs}), workload)
             if seconds >= shortest:
@@ -150,10 +139,7 @@ class Placer:
         return best
 
     def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
-        """Return the placement with unpacked layers, and seconds of a step.
-
-        They are as few as make the shortest step, of those that fit.
-        """
+        """Return the placement with the fewest unpacked layers for the shortest step."""
         stay, context = placement.resident_layers, workload.input_len + workload.output_len // 2
         more = max(1.0, (1 - placement.kept_ratio) * max(self._layer_sizes[index] for index in stay))
         room = int((self._free(placement, workload) - TUNING.unpacked_margin) // more)
@@ -173,11 +159,7 @@ class Placer:
         return keeping(count), seconds(count, self._good)
 
     def _fastest(self, workload: Workload) -> Placement:
-        """Place a workload, with layers that stay coded.
-
-        With ``auto`` both for layers that stay and for the KV cache, the share of the memory that layers get is
-        searched. The ring gets up to a layer of buffers, the rest goes to further layers.
-        """
+        """Place a workload, with layers that stay coded. With ``auto`` their share of the memory is searched."""
         simple = self._filled(workload, 0)
         both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
         if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
@@ -229,16 +211,13 @@ class Placer:
         return all(layer.kv_width and not layer.state for layer in self.model.layers)
 
     def _filled(self, workload: Workload, reserved: int) -> Placement:
-        """Place a workload with `reserved` resident bytes, then its KV cache.
-
-        What is free after that goes to ring buffers and further layers.
-        """
+        """Place `reserved` resident bytes, then the KV cache, buffers and further layers."""
         depth, kept = self.split_free_memory(workload, reserved)
         placement = self.bare(workload, kept, depth, reserved)
         layers, cached = placement.resident_layers or self._resident_layers(placement), 0
         if placement.experts == "on-demand":
             layer_bytes = self._streamed_sizes(placement)
-            rest = Sizes(placement, self.model).resident - sum(layer_bytes[index] for index in layers)
+            rest = Sizes(placement, self.model).resident - _sum(layer_bytes, layers)
             cached = min(self.model.routed_bytes, max(0, rest)) // self.model.expert_bytes
         placement = placement.model_copy(update={"resident_layers": layers, "cached_experts": cached})
         return self._hold(placement, workload) if placement.disk_ring_bytes else placement
@@ -246,10 +225,7 @@ class Placer:
     def _bare(
         self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth, reserved: int = 0
     ) -> Placement:
-        """Place a workload with `depth` ring buffers and `automatic` resident bytes.
-
-        `reserved` ones of them come before the KV cache.
-        """
+        """Place `depth` buffers and `automatic` resident bytes, `reserved` before the KV cache."""
         options, machine, batch_size = self.options, self.machine, workload.batch_size
         on_gpu, kv_place = self._weights(automatic, depth), options.kv_place
         if kv_place == "none" or (kv_place == "auto" and not self._splits_kv):
@@ -293,29 +269,16 @@ class Placer:
             return workload.batch_size
         batch_size, room = workload.batch_size, self.machine.gpu_bytes
 
-        def lacking(rows: int) -> int:
+        def fits(rows: int) -> bool:
             split = placement.model_copy(update={"kv_host_share": 1 - rows / batch_size})
-            return self.tiers(split, workload, self.margin).gpu.total - room
+            return self.tiers(split, workload, self.margin).gpu.total <= room
 
         # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
-        if lacking(batch_size) <= 0:
-            return batch_size
-        if (short := lacking(0)) > 0 or batch_size == 1:
-            return 0
-        # Bytes grow by the same step with each row, but for rounding.
-        step = max(1, (lacking(batch_size - 1) - short) // (batch_size - 1) if batch_size > 1 else 1)
-        rows = min(batch_size - 1, -short // step)
-        while rows and lacking(rows) > 0:
-            rows -= 1
-        return rows
+        return batch_size if fits(batch_size) else largest(fits, batch_size - 1)
 
     @cached_property
     def _coded(self) -> bool:
-        """True if weights cross the link coded or quantised.
-
-        With ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more,
-        several times what any link brings.
-        """
+        """True if weights cross the link coded or quantised: a GPU decodes several times what any link brings."""
         smaller = self.case.dtype == "bfloat16" or self.model.stored_ratio < 1
         pays = self.case.offload != "none" and smaller and self.machine.gpu_count > 0
         codec = self.options.weight_codec
@@ -389,16 +352,13 @@ class Placer:
         placement = base.model_copy(update=update)
         if not placement.moved:
             return placement
-        layers, layer_bytes = self._resident_layers(placement), self._streamed_sizes(placement)
-        stay = {"resident_layers": layers, "resident_bytes": sum(layer_bytes[index] for index in layers)}
+        layers = self._resident_layers(placement)
+        stay = {"resident_layers": layers, "resident_bytes": _sum(self._streamed_sizes(placement), layers)}
         return placement.model_copy(update=stay)
 
     @cached_property
     def _experts_on_demand(self) -> bool:
-        """True if only routed experts of a router's choice cross the link.
-
-        This holds for every batch of a load, since the layout of its weights in host memory does.
-        """
+        """True if only experts that routers choose cross the link."""
         options, model, wire_ratio = self.options, self.model, self._base.wire_ratio
         able = options.gpus == 1 and self.case.offload == "cpu" and model.num_experts > 1 and model.expert_bytes
         if options.experts != "auto" or not able:
@@ -420,11 +380,7 @@ class Placer:
         return needed > TUNING.all_stay_share * self.machine.gpu_bytes
 
     def _expert_buffers(self, count: int) -> dict[str, Any]:
-        """Return the fields of a placement with experts on demand.
-
-        These are a layer buffer, a short ring for all but experts, and `count` buffers for experts, or as many as hold
-        what the ring of whole layers holds at least.
-        """
+        """Return the fields of experts on demand, with `count` buffers or more."""
         base, model = self._base.model_copy(update={"experts": "on-demand"}), self.model
         has_gpu = self.machine.gpu_count > 0
         expert = max(1, round(model.expert_bytes * base.wire_ratio))
@@ -449,9 +405,8 @@ class Placer:
     def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
         """Return the ring buffers and resident bytes that fit the GPU.
 
-        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay.
-        With experts on demand buffers for experts come first, up to a layer's, then all but experts of whole layers,
-        which every pass needs, then experts.
+        `reserved` ones of these bytes come before a KV cache. With experts on demand buffers for experts come first, up
+        to a layer's, then all but experts of whole layers, which every pass needs, then experts.
         """
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
         if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one
@@ -486,32 +441,24 @@ class Placer:
         return [(layer.parameters - layer.expert_parameters) * self.model.dtype_bytes for layer in self.model.layers]
 
     def _resident_layers(self, placement: Placement) -> tuple[int, ...]:
-        """Return the numbers of the whole layers that stay.
-
-        They are evenly spread over the depth, or the first ones, as the engine does it; a share is rounded to the
-        nearest count.
-        """
+        """Return the whole layers that stay: the first ones, or spread over the depth, as the engine does it."""
         if placement.tier == "gpu" or not placement.resident_bytes:
             return ()
         layer_bytes = self._streamed_sizes(placement)
         layers, share = len(layer_bytes), self.case.gpu_weights
-        candidates = [*range(layers)]
 
-        def choose(count: int) -> list[int]:
-            return candidates[:count] if self.transport.placed_once else [*spread(count, layers)]
+        def choose(count: int) -> tuple[int, ...]:
+            return tuple(range(min(count, layers)) if self.transport.placed_once else spread(count, layers))
 
         if placement.experts == "all" and share is not None and share.endswith("%"):
-            return tuple(choose(round(placement.resident_bytes / sum(layer_bytes) * layers)))
+            return choose(round(placement.resident_bytes / sum(layer_bytes) * layers))
         count = min(layers, int(placement.resident_bytes * layers // sum(layer_bytes)))
-        while sum(layer_bytes[index] for index in choose(count)) > placement.resident_bytes:  # they need not be equal
+        while _sum(layer_bytes, choose(count)) > placement.resident_bytes:  # they need not be equal
             count -= 1
-        return tuple(choose(count))
+        return choose(count)
 
     def _hold(self, placement: Placement, workload: Workload) -> Placement:
-        """Choose the layers from disk that host memory keeps.
-
-        Option ``host_weights`` gives their bytes; they are spread evenly, so that the disk has time for the others.
-        """
+        """Choose the layers from disk that host memory keeps: spread, so that the disk has time for the others."""
         layer_bytes = self._layer_sizes
         rest = [index for index in range(len(layer_bytes)) if index not in placement.resident_layers]
         gpu, host, _ = self.tiers(placement, workload)
@@ -519,15 +466,18 @@ class Placer:
         free = max(0, round(TUNING.host_share * (self.machine.host_bytes or 0)) - used) / placement.kept_ratio
         budget = parse_share(self.options.host_weights, sum(layer_bytes), int(free))
 
-        def choose(count: int) -> list[int]:
-            return [rest[index] for index in spread(count, len(rest))]
+        def choose(count: int) -> tuple[int, ...]:
+            return tuple(rest[index] for index in spread(count, len(rest)))
 
-        count = largest(lambda count: sum(layer_bytes[index] for index in choose(count)) <= budget, len(rest))
+        count = largest(lambda count: _sum(layer_bytes, choose(count)) <= budget, len(rest))
         if self.options.host_weights.endswith("%"):
             count = min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes)))
         held = choose(count)
-        held_bytes = sum(layer_bytes[index] for index in held)
-        return placement.model_copy(update={"host_layers": tuple(held), "held_bytes": held_bytes})
+        return placement.model_copy(update={"host_layers": held, "held_bytes": _sum(layer_bytes, held)})
+
+
+def _sum(sizes: Sequence[int], layers: Iterable[int]) -> int:
+    return sum(sizes[index] for index in layers)
 
 
 def _fitting(layer_bytes: Sequence[int], ratio: float, free: int) -> tuple[int, int, bool]:

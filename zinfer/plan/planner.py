@@ -82,7 +82,7 @@ class Plan(Frozen):
     @property
     def output_tok_s(self) -> float | None:
         """Output tokens a second of the whole batch, prefill included."""
-        return _output_tok_s(self.case.workload, self.prefill_s, self.step_s)
+        return _tok_s(self.case.workload, self.e2e_s)
 
     @property
     def prefill_tok_s(self) -> float | None:
@@ -135,7 +135,7 @@ class Planner:
         self.placer = Placer(case, model, machine, efficiency)
         margin = self.placer.margin
         self._cautious_placer = self.placer if margin is efficiency else Placer(case, model, machine, margin)
-        self._given = given
+        self._given, self._at_peak = given, machine.at_peak()
         self._plan = lru_cache(MEMOISED)(self._make_plan)
         self._largest = lru_cache(MEMOISED)(self._find_largest)
         self._why_not = lru_cache(MEMOISED)(self._find_why_not)
@@ -148,15 +148,16 @@ class Planner:
 
     def at(self, workload: Workload) -> Plan:
         """Plan a workload of this load."""
-        given = self._given
-        return given if given is not None and given.case.workload == workload else self._plan(workload)
+        return self._given_for(workload) or self._plan(workload)
 
     def placement(self, workload: Workload) -> Placement:
         """Return the placement that the engine obeys."""
+        given = self._given_for(workload)
+        return given.placement if given else self._cautious_placer.place(workload)
+
+    def _given_for(self, workload: Workload) -> Plan | None:
         given = self._given
-        if given is not None and given.case.workload == workload:
-            return given.placement
-        return self._cautious_placer.place(workload)
+        return given if given is not None and given.case.workload == workload else None
 
     def tiers(self, workload: Workload) -> Tiers:
         """Return the bytes by tier, as in `Plan`."""
@@ -165,17 +166,14 @@ class Planner:
     def rate(self, workload: Workload) -> float | None:
         """Return `Plan.output_tok_s` without making the plan."""
         prefill, step = self._times(workload)
-        return _output_tok_s(workload, prefill.seconds, step.seconds)
+        return _tok_s(workload, _e2e_s(workload, prefill.seconds, step.seconds))
 
     def max_batch(self, workload: Workload) -> int:
-        """Return the largest batch of the workload's lengths that memory holds; 0 if none.
-
-        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency.
-        """
-        lengths, given = (workload.input_len, workload.output_len), self._given
-        if given is not None and lengths == (given.case.workload.input_len, given.case.workload.output_len):
+        """Return the largest batch of the workload's lengths that memory holds; 0 if none."""
+        given = self._given
+        if given is not None and _sized(workload, given.case.workload.batch_size) == given.case.workload:
             return given.max_batch_size
-        return self._largest(*lengths)
+        return self._largest(workload.input_len, workload.output_len)
 
     def best(self, workload: Workload) -> Plan:
         """Plan the batch size with the highest predicted throughput; batch 1 if nothing fits, or no time is known."""
@@ -218,30 +216,24 @@ class Planner:
         return Planner(Case(**fields, **kept), model, self.machine)._make_plan(workload, self.max_batch(workload))
 
     def with_drafts(self, plan: Plan, acceptance: float) -> Plan:
-        """Return `plan` with the gain of drafts of this acceptance.
-
-        `step_s` becomes the seconds of a token. Without known times nothing changes.
-        """
+        """Return `plan` with the gain of drafts of this acceptance; `step_s` becomes that of a token."""
         workload, placement = plan.case.workload, self._figured(plan.case.workload)
-        drafter, draft_s = self.draft(workload), 0.0
-        if drafter is not None:
+        best, draft_s = plan, 0.0
+        if (drafter := self.draft(workload)) is not None:
             step_s = drafter.step_s if self.efficiency is None else drafter.expected()[1]
             if step_s is None:
                 return plan
             draft_s = step_s
-        best = plan
         for drafts in range(MAX_DRAFTS + 1):
             _, step = self._find_times(workload, drafts)
             if step.seconds is None:
                 return plan
             tokens = sum(acceptance**position for position in range(drafts + 1))
-            drafting = Drafting(
-                acceptance=acceptance, drafts=drafts, tokens_a_pass=tokens, pass_s=step.seconds,
-                drafting_s=drafts * draft_s,
-            )  # fmt: skip
-            token_s = (step.seconds + drafting.drafting_s) / tokens
+            token_s = (step.seconds + drafts * draft_s) / tokens
             if not drafts or token_s < (best.step_s or 0.0):
-                fields = {"drafting": drafting, "step_s": token_s, "bound_by": step.bound_by}
+                times = {"pass_s": step.seconds, "drafting_s": drafts * draft_s}
+                fields: dict[str, Any] = {"step_s": token_s, "bound_by": step.bound_by}
+                fields["drafting"] = Drafting(acceptance=acceptance, drafts=drafts, tokens_a_pass=tokens, **times)
                 fields["streamed_bytes"] = Sizes(placement, self.model).wire(workload.batch_size * (1 + drafts))
                 best = plan.model_copy(update=fields)
         return best
@@ -251,10 +243,10 @@ class Planner:
         return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
 
     def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
-        """Return the planner of this load with the fastest best batch.
+        """Return the planner with the fastest batch of at most `rows` rows.
 
-        A batch has at most `rows` rows. The planner is this one, or one with all experts of a layer together, or with a
-        fixed share of layers that stay. Such layers leave host memory to the KV cache, or let the rest fit there.
+        It is this one, or one with all experts of a layer together, or with a fixed share of layers that stay, which
+        leave host memory to the KV cache, or let the rest fit there.
         """
         case, size = self.case, self.best_size(workload, rows)
         if case.offload != "cpu" or not self.placer.transport.leaves_host:
@@ -264,11 +256,9 @@ class Planner:
             if other.shortages(workload):
                 return 0.0
             limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
-            sizes = (
-                {min(size, limit), limit}
-                if other.case.gpu_weights != case.gpu_weights
-                else {other.best_size(workload, rows)}
-            )
+            sizes = {min(size, limit), limit}
+            if other.case.gpu_weights == case.gpu_weights:
+                sizes = {other.best_size(workload, rows)}
             return max((other.rate(_sized(workload, each)) or 0.0 for each in sizes - {0}), default=0.0)
 
         others = [self]
@@ -314,30 +304,23 @@ class Planner:
         full = placement.ring_depth * Sizes(placement, self.model).chunk
         return _times(Timing(placement, self.model, self._at_peak, LIMITS), workload, drafts, full)
 
-    @cached_property
-    def _at_peak(self) -> Machine:
-        return self.machine.at_peak()
-
     def _make_plan(self, workload: Workload, max_batch: int | None = None) -> Plan:
         placement, (prefill, step) = self._figured(workload), self._times(workload)
-        gpu, host, nvme = self.tiers(workload)
         efficiency, sizes = self.efficiency, Sizes(placement, self.model)
-        error = None if efficiency is None else efficiency.error_of(kind(placement, self.model, self.machine))
+        errors = dict(efficiency.errors) if efficiency is not None else {}
         return Plan(
             case=self.case.model_copy(update={"workload": workload}),
             model=self.model,
             machine=self.machine,
             placement=self.placement(workload),
-            gpu=gpu,
-            host=host,
-            nvme=nvme,
+            **self.tiers(workload)._asdict(),
             prefill_s=prefill.seconds,
             step_s=step.seconds,
             bound_by=step.bound_by,
             max_batch_size=self.max_batch(workload) if max_batch is None else max_batch,
             streamed_bytes=sizes.wire(workload.batch_size),
             resident_bytes=sizes.resident,
-            error=error,
+            error=errors.get(kind(placement, self.model, self.machine)),
             efficiency=efficiency,
             nvme_path=self.nvme_path,
             why_not=self._why_not(workload.input_len, workload.output_len),
@@ -425,6 +408,5 @@ def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) ->
     return None if prefill_s is None or step_s is None else prefill_s + step_s * (workload.output_len - 1)
 
 
-def _output_tok_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
-    seconds = _e2e_s(workload, prefill_s, step_s)
+def _tok_s(workload: Workload, seconds: float | None) -> float | None:
     return workload.batch_size * workload.output_len / seconds if seconds else None

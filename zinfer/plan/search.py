@@ -36,10 +36,7 @@ def powers(limit: int) -> list[int]:
 
 
 def best_batch(rate: Callable[[int], float], limit: int) -> int:
-    """Return the batch with the highest rate, the smallest of equals.
-
-    Candidates are 1, 2, 4, .., `limit`, and the peaks next to nearly best candidates.
-    """
+    """Return the batch with the highest rate: 1, 2, 4, .., `limit`, or a peak next to nearly best ones."""
 
     @cache
     def rank(size: int) -> tuple[float, int]:

@@ -37,52 +37,50 @@ Bound = Literal["link", "hbm", "unpacking", "compute", "gather", "host memory", 
 class Rates:
     """Tuned numbers of the arithmetic of a pass."""
 
-    # Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: passes over
-    # a token's hidden values (two norms, two sums, heads split and merged), passes over its values within the
-    # feed-forward network (a fused activation; BLOOM's eager one is nine kernels, that of gpt-oss ten and two biases),
-    # passes over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of
-    # Mixtral and Qwen3, which have experts of different widths), and bytes of each score where attention has no fused
-    # kernel, or one that reads a bias (ALiBi, which is written for all heads before).
+    # Passes of a layer's prefill over GPU memory between matrix products: over hidden values (norms, sums, heads), over
+    # values in the feed-forward network (BLOOM's eager activation is nine kernels), over hidden values of each expert
+    # of a token (from prefills of Mixtral and Qwen3); and bytes of a score without a fused kernel, or with ALiBi.
     hidden_passes: int = 20
     ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "eager bloom": 21, "gpt_oss": 26})
     expert_passes: int = 38
     score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 4, "eager bloom": 20, "gpt_oss": 30})
-    # Time of a FLOP of fused attention over that of a matrix product: from prefills of 31,000 tokens of Llama-3.1-70B.
-    attention_factor: float = 1.5
-    # Seconds of a layer's small kernels in a decode step (norms, positions, router), which add to the reading of its
-    # weights: from steps of OPT-30B without offload on GPUs whose memories differ in bandwidth.
-    kernel_s: float = 50e-6
-    # The CPU launches the copies and kernels of each expert on demand, which no graph holds, and waits for each router:
-    # from steps of gpt-oss-20b at batch 1 with 0%, 25% and 50% of it kept, and of gpt-oss-120b at batch 1 and 8, on
-    # H100s; the layers of other models take `Efficiency.layer_s`. Steps of Mixtral and Qwen3, whose link hides all but
-    # one expert of a layer, agree.
+    attention_factor: float = 1.5  # time of a FLOP of fused attention over a product's: prefills of 31,000 tokens
+    kernel_s: float = 50e-6  # of a layer's small kernels in a decode step: steps of OPT-30B without offload
+    # Seconds to launch a layer of a prefill, dense or with routed experts: prompts of 512 tokens where layers stay.
+    prefill_layer_s: tuple[float, float] = (1e-3, 3e-3)
+    # The CPU launches copies and kernels of each expert on demand, and waits for each router: from steps of gpt-oss-20b
+    # and gpt-oss-120b on H100s; layers of other models take `Efficiency.layer_s`.
     expert_s: float = 0.33e-3
     routed_layer_s: Mapping[str, float] = field(default_factory=lambda: {"gpt_oss": 3.25e-3})
-    # Cores that attend to a KV cache in host memory take bandwidth from the link: the shares of the cores to choose
-    # from, and the part of the link's time in which they must be done, as the CPU also launches the next layer. Too few
-    # cores make every layer late, too many cost the link a twentieth at most.
+    # Shares of the cores that may attend to a KV cache in host memory, as they take bandwidth from the link, and the
+    # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
     eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
-    # Products that read codes of resident weights, as a share of the bandwidth of GPU memory, from steps of BLOOM-176B
-    # in int4; each further group of this many tokens reads them again. Each pair of a token and an expert reads its
-    # codes, at the rate of steps of gpt-oss-120b at three batch sizes.
-    codes_rate: float = 0.38
-    expert_codes_rate: float = 0.46
-    codes_at_once: int = 32
+    codes_rate: float = 0.72  # of GPU memory, where products read codes: experts of gpt-oss-120b and Mixtral
+    # Bytes of a step's attention over those of its KV cache: eager attention repeats keys and values for each head of a
+    # group, in kernels of their own; from steps of 8 and 64 rows.
+    attended: Mapping[str, int] = field(default_factory=lambda: {"gpt_oss": 40})
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory
-    # Unpacking by torch's operations, as the same share: from DeepSpeed's steps of all of BLOOM-176B in int4 on an
-    # H100, at two batch sizes, which the GPU bounds.
-    torch_unpacking: float = 0.455
-    # Smallest size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, 2.5
-    # bits for weights of a normal distribution (`zinfer study codec` prints the bound of a checkpoint); the same of FP8
-    # codes (e4m3), with scales for blocks of weights.
+    torch_unpacking: float = 0.455  # the same by torch's operations: DeepSpeed's steps of BLOOM-176B in int4 on an H100
+    # Smallest size of coded bf16 weights: 8 bits, and the entropy of exponents, 2.5 bits for weights of a normal
+    # distribution (`zinfer study codec` prints a checkpoint's); the same of FP8 codes (e4m3) with scales for blocks.
     coded_bound: float = 0.65
     fp8_bound: float = 0.81
 
 
 RATES = Rates()
+FACTORS = {  # of an Efficiency, in words
+    "link_share": "{:.1%} of the link",
+    "hbm_share": "{:.0%} of the GPU memory's bandwidth",
+    "unpack_share": "unpacking at {:.0%} of the GPU memory's bandwidth",
+    "layer_s": "{:.2g} s to launch a layer",
+    "mfu": "{:.0%} of the matmul rate",
+    "expert_link_share": "with routed experts {:.1%} of the link",
+    "expert_mfu": "with routed experts {:.0%} of the matmul rate",
+    "memory": "working memory x {:.2f}",
+}
 
 
 class Efficiency(Frozen):
@@ -103,10 +101,6 @@ class Efficiency(Frozen):
     errors: tuple[tuple[str, float], ...] = ()  # error of the throughput in 9 of 10 cases, as a share, by `kind`
     points: int = 0  # number of measurements behind the factors
 
-    def error_of(self, kind: str) -> float | None:
-        """Return the error band of a kind of load; None without records."""
-        return dict(self.errors).get(kind)
-
     def for_model(self, model: ModelSpec) -> "Efficiency":
         """Return the efficiency that holds for `model`, with routed experts or without."""
         link_share, mfu = self.expert_link_share or self.link_share, self.expert_mfu or self.mfu
@@ -115,20 +109,15 @@ class Efficiency(Frozen):
         return self.model_copy(update={"link_share": link_share, "mfu": mfu})
 
     def describe(self) -> str:
-        """Return the factors in one line."""
-        rates = [f"{self.link_share:.1%} of the link"]
-        if self.hbm_share < 1:
-            rates.append(f"{self.hbm_share:.0%} of the GPU memory's bandwidth")
-        if self.unpack_share != RATES.unpacking:
-            rates.append(f"unpacking at {self.unpack_share:.0%} of the GPU memory's bandwidth")
-        if self.layer_s:
-            rates.append(f"{self.layer_s * 1e3:.2f} ms to launch a layer")
-        routed = [] if self.expert_link_share is None else [f"{self.expert_link_share:.1%} of the link"]
-        routed += [] if self.expert_mfu is None else [f"{self.expert_mfu:.0%} of the matmul rate"]
-        experts = f" (with routed experts {' and '.join(routed)})" if routed else ""
-        rates.append(f"{self.mfu:.0%} of the matmul rate{experts}")
+        """Return the factors that differ from the defaults, in one line."""
+        default = Efficiency()
+        shown = [
+            text.format(getattr(self, name))
+            for name, text in FACTORS.items()
+            if getattr(self, name) != getattr(default, name)
+        ]
         kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
-        return f"{', '.join(rates)}, working memory x {self.memory:.2f}, from {counted(self.points, 'point')}{kinds}"
+        return f"{', '.join(shown)}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
@@ -136,20 +125,13 @@ LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
 
 @cache
 def shipped() -> Mapping[str, Efficiency]:
-    """Return the efficiency of each engine that comes with zinfer.
-
-    It is fitted to the records in sweeps/results (`zinfer.analysis.calibrate.write`).
-    """
+    """Return the efficiency of each engine, fitted to the records in sweeps/results."""
     text = (files("zinfer") / "catalog" / "calibration.json").read_text(encoding="utf-8")
     return {engine: Efficiency.model_validate(factors) for engine, factors in json.loads(text).items()}
 
 
 def kind(placement: Placement, model: ModelSpec, machine: Machine) -> str:
-    """Name the kind of a load.
-
-    It is the format of the weights, whether there are experts, whether weights cross the link, and the GPU. How right a
-    prediction is, only records of the same kind tell.
-    """
+    """Name the kind of a load: how right a prediction is, only records of the same kind tell."""
     stored = "fp8" if model.fp8_ratio else "quantised" if model.stored_ratio < 1 else placement.codec
     name = model.weights if model.weights != "as-released" else "uncoded" if stored == "none" else stored
     moving = "from disk" if placement.tier == "nvme" else "streamed" if Sizes(placement, model).wire() else "resident"
@@ -199,8 +181,7 @@ class Timing:
     def step(self, batch_size: int, context: int, ready: int = 0, drafts: int = 0) -> Times:
         """Time a decode step with `context` cached tokens on average.
 
-        `ready` bytes are in the ring when it begins. It verifies `drafts` tokens of each sequence besides, for all of
-        which the cache is read once.
+        `ready` bytes are in the ring when it begins. It verifies `drafts` tokens of each sequence, too.
         """
         placement, model, tokens = self.placement, self.model, batch_size * (1 + drafts)
         rows, kv_copies = placement.rows(batch_size), 0
@@ -253,12 +234,11 @@ class Timing:
         return best
 
     def attention_bytes(self, kv: float) -> float:
-        """Return the bytes that attention to a KV cache reads and writes.
-
-        A cache in 8 bits is dequantised to the model's type, which is written and read, before products multiply it.
-        """
-        dequantised = self.placement.kv_ratio < 1 and not self.efficiency.perfect
-        return kv + 2 * kv / self.placement.kv_ratio if dequantised else kv
+        """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
+        if self.efficiency.perfect:
+            return kv
+        kv *= RATES.attended.get(self.model.architecture, 1)
+        return kv + 2 * kv / self.placement.kv_ratio if self.placement.kv_ratio < 1 else kv
 
     def contended_rates(self, cpu: float, host_kv: int, copying: float) -> tuple[float, float]:
         """Return the seconds of CPU attention and copies that share memory.
@@ -297,8 +277,10 @@ class Timing:
         if not self.efficiency.perfect:
             return self._predicted(work)
         timing = self._at_coding_bound() if self.placement.wire_ratio < 1 else self
-        limits = timing._limits(work)
-        return _slowest(limits) if limits else Times()
+        if not (limits := timing._limits(work)):
+            return Times()
+        bound_by = max(limits, key=lambda bound: limits[bound])
+        return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
 
     def _over_link(self, work: _Work) -> int:
         """Return the bytes that a pass brings over the links."""
@@ -318,29 +300,20 @@ class Timing:
     def _weights_read(self, work: _Work) -> float:
         """Return the bytes of weights that are read from GPU memory.
 
-        A limit is that of weights read as they are stored, predictions unpack them first; only resident layers in a
-        pass of few tokens are multiplied from their codes.
+        A limit reads them as they are stored; predictions do so for resident layers in a pass of few tokens.
         """
         placement, model, sizes = self.placement, self.model, self._sizes
         embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
         read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0)
         if self.efficiency.perfect:
             return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
-        if work.tokens is None or not sizes.reads_codes(work.tokens):
+        if not sizes.reads_codes:
             return read
-        stay, share = sizes.stays / model.weight_bytes, self.efficiency.hbm_share  # the rates are those of kernels
-        if not model.num_experts:
-            times = share * placement.wire_ratio / RATES.codes_rate * ceil(work.tokens / RATES.codes_at_once)
-            return read * (1 - stay * (1 - times))
-        times = share * placement.wire_ratio / RATES.expert_codes_rate
-        pairs = work.tokens * model.experts_per_token / model.num_experts
-        return read + stay * model.routed_bytes * (pairs * times - model.touched_share(work.tokens))
+        times = self.efficiency.hbm_share * placement.wire_ratio / RATES.codes_rate  # which is the kernels' own
+        return read * (1 - sizes.stays / model.weight_bytes * (1 - times))
 
     def _limits(self, work: _Work) -> dict[Bound, float]:
-        """Return the seconds at links, memories, disk and matrix products.
-
-        These are limits of physics, at the shares of an `Efficiency`; none if a rate is unknown.
-        """
+        """Return the seconds at links, memories, disk and matrix products; none if a rate is unknown."""
         placement, model, machine, gpus = self.placement, self.model, self.machine, self.placement.gpus
         efficiency, links, over_link = self._factors, self._links(), self._over_link(work)
         if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and links is None):
@@ -384,6 +357,8 @@ class Timing:
         limits["compute"] += work.between / placement.gpus / hbm
         kernels = self._kernels_s(tokens)
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
+        if tokens is None and machine.gpu_count and placement.graphs:  # prefills are in no graph
+            limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]
         unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
         if unpacking:
             limits["unpacking"] = unpacking
@@ -411,10 +386,9 @@ class Timing:
             if "link" in limits:
                 limits["link"] = contended
         bound: Bound = max(limits, key=lambda name: limits[name])
-        slowest, seconds = bound, limits[bound]
-        if placement.divided and "gather" in limits and limits.get("link", 0.0) + limits["gather"] > seconds:
-            seconds = limits.get("link", 0.0) + limits["gather"]
-            bound = "gather" if limits["gather"] > limits.get("link", 0.0) else "link"
+        slowest, seconds, link, gather = bound, limits[bound], limits.get("link", 0.0), limits.get("gather", 0.0)
+        if placement.divided and gather and link + gather > seconds:
+            seconds, bound = link + gather, "gather" if gather > link else "link"
         if queue > seconds:
             parts: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
             seconds, bound = queue, max(parts, key=lambda name: limits.get(name, 0.0))
@@ -425,9 +399,7 @@ class Timing:
         if copies and not placement.overlapped:
             resident = self._weights_read(work) * sizes.stays / model.weight_bytes / (hbm * efficiency.hbm_share)
             seconds = max(seconds, copies + max(limits["compute"], limits["launch"], resident))
-        elif (
-            copies and tokens is None
-        ):  # a prefill waits for its first layer, or computes the last one after all copies
+        elif copies and tokens is None:  # a prefill waits for its first layer, or computes the last one after all
             seconds = max(seconds, max(copies, queue) + min(copies, queue) / model.num_layers)
         return Times(seconds=seconds, bound_by=bound, limits=limits)
 
@@ -435,7 +407,7 @@ class Timing:
         """Return the seconds of a step's small kernels, which no bytes explain."""
         if tokens is None or not self.machine.gpu_count:
             return 0.0
-        from_codes = self.model.num_experts and self._sizes.reads_codes(tokens)
+        from_codes = self.model.num_experts and self._sizes.reads_codes
         return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
 
     @property
@@ -447,8 +419,7 @@ class Timing:
     def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
 
-        In each layer these are its launches, the unpacking and reading of all but its experts, less the copy of these
-        for a later layer.
+        In each layer: launches, unpacking and reading of all but experts, less the copy of these for a later layer.
         """
         model, placement = self.model, self.placement
         dense = model.streamed_bytes - model.routed_bytes
@@ -491,8 +462,3 @@ def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eage
     token = (hidden * model.hidden_size + ffn) * model.dtype_bytes
     scores = model.num_heads * length * RATES.score_bytes.get(kernels, 0)
     return batch_size * length * (token + scores) * model.num_layers
-
-
-def _slowest(limits: dict[Bound, float]) -> Times:
-    bound_by = max(limits, key=lambda bound: limits[bound])
-    return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)

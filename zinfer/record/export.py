@@ -1,79 +1,38 @@
 """Export of records as a flat table, one row a point.
 
 Failures are rows too; an unknown value is an empty cell, never 0. Only usable points have rates. Units are part of the
-column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS` always come first,
-in that order; a column for each recorded prediction and for each recorded version follows::
+column names: tokens a second, milliseconds, seconds, bytes, bytes a second. A column for each recorded prediction and
+for each recorded version comes last::
 
-    table = FlatTable.of([("bloom", point) for point in points])
-    Path("bloom.csv").write_bytes(to_csv(table))
+    Path("bloom.csv").write_bytes(to_csv(table([("bloom", point) for point in points])))
 
-Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
+Model names and error texts come from outside and are never trusted: no cell of CSV starts a formula.
 """
 
 import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.units import figures
-from zinfer.record.measurement import Effective, Measurement, latest
-from zinfer.record.requests import METRICS, PassCounts, RequestMetric, RequestPoint, Summary
+from zinfer.record.measurement import Effective, Measurement, Recorded, latest
+from zinfer.record.requests import METRICS, PassCounts, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
-from zinfer.system.printable import markdown
 
 Cell = str | int | float | None
+Row = dict[str, Cell]
 
 # First characters of a formula in a spreadsheet (OWASP, "CSV Injection"): an apostrophe is put before them.
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 
 
-class _Column(NamedTuple):
-    kind: type[Any]  # type of the cells that are not empty: str, int or float
-    cell: Callable[[Any], Cell]
-
-
-def _kind(annotation: Any) -> type[Any]:
-    """Return the cell type of a field: int, float, else str."""
-    return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
-
-
 def _json(value: Any) -> str | None:
     return json.dumps(value, sort_keys=True, default=str) if value else None
-
-
-def _attributes(kind: type[Any], *names: str) -> dict[str, _Column]:
-    return {name: _Column(kind, attrgetter(name)) for name in names}
-
-
-def _timed(cell: Callable[[Measurement], Cell]) -> _Column:
-    return _Column(float, lambda point: cell(point) if point.usable else None)
-
-
-def _rates(*names: str, unit: str = "") -> dict[str, _Column]:
-    return {f"{name}{unit}": _timed(attrgetter(name)) for name in names}
-
-
-def _fields(model: type[BaseModel], holder: str, prefix: str = "") -> dict[str, _Column]:
-    """Return a column per field of `model`, a point's attribute `holder`."""
-    return {
-        f"{prefix}{name}": _Column(_kind(field.annotation), partial(_field, f"{holder}.{name}"))
-        for name, field in model.model_fields.items()
-        if name != "workload"
-    }
-
-
-def _field(path: str, point: Any) -> Cell:
-    holder, _, name = path.rpartition(".")
-    value: Any = getattr(attrgetter(holder)(point), name, None)
-    return _cell(dict(value) if name == "options" else value)
 
 
 def _cell(value: Any) -> Cell:
@@ -83,173 +42,132 @@ def _cell(value: Any) -> Cell:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-_LOAD = _fields(Case, "case")
-_OUTCOME = {
-    "model_revision": _Column(str, lambda p: p.model_revision or None),
-    **_attributes(int, "num_layers", "total_layers"),
-    **_attributes(str, "status", "stage", "error"),
-}
-_LINKS = {f"{name}_bytes_s": _Column(float, attrgetter(name)) for name in ("link_bandwidth", "links_bandwidth")}
-_CONDITIONS = {
-    **_attributes(int, "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes"),
-    **_fields(Effective, "effective", "effective_"),
-    "gpu_readings": _Column(str, lambda p: _json(p.gpu)),
-    "started_at": _Column(str, lambda p: p.started_at or None),
-}
-_COLUMNS: dict[str, _Column] = {
-    **_attributes(str, "machine"),
-    **_LOAD,
-    **_fields(Workload, "case.workload"),
-    **_OUTCOME,
-    "repeats": _Column(int, lambda p: len(p.ttft_ms) or None),
-    **_rates("output_tok_s"),
-    "output_tok_s_half_width": _timed(lambda p: ci95_half_width(p.output_tok_s_samples)),
-    **_rates("decode_tok_s", "prefill_tok_s"),
-    "ttft_ms": _timed(lambda p: fmean(p.ttft_ms)),
-    "ttft_ms_half_width": _timed(lambda p: ci95_half_width(p.ttft_ms)),
-    **_rates("tpot_ms"),
-    "tpot_ms_half_width": _timed(lambda p: ci95_half_width([fmean(steps) for steps in p.step_ms if steps])),
-    **_rates("step_median_ms"),
-    "e2e_ms": _timed(lambda p: fmean(p.e2e_ms)),
-    **_attributes(float, "load_s"),
-    **_attributes(int, "load_bytes"),
-    "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),
-    **_rates("h2d_bandwidth", unit="_bytes_s"),
-    **_LINKS,
-    **_rates("link_share"),
-    **_CONDITIONS,
-}
-COLUMNS = ("file", *_COLUMNS)
+def _fields(kind: type[BaseModel], value: BaseModel | None, prefix: str = "") -> Row:
+    """Return a cell for each field of a model; empty ones for None."""
+    cells: dict[str, Any] = {name: getattr(value, name, None) for name in kind.model_fields if name != "workload"}
+    return {prefix + name: _cell(dict(cell) if name == "options" else cell) for name, cell in cells.items()}
 
 
-def _statistic(metric: RequestMetric, name: str) -> _Column:
-    return _Column(float, lambda p: getattr(p.summary(metric), name, None) if p.usable else None)
+def _attributes(point: object, names: str, known: bool = True) -> Row:
+    """Return a cell for each of `names`; empty ones unless `known`."""
+    return {name: getattr(point, name) if known else None for name in names.split()}
 
 
-def _with_passes(cell: Callable[[Any], Cell], point: RequestPoint) -> Cell:
-    return cell(point) if point.pass_ms else None
+def _outcome(point: Recorded) -> Row:
+    rest = _attributes(point, "num_layers total_layers status stage error")
+    return {"model_revision": point.model_revision or None} | rest
 
 
-def _asked(name: str) -> _Column:
-    return _Column(str, lambda p: None if (value := getattr(p.requests, name)) is None else str(value))
+def _links(point: Recorded) -> Row:
+    return {f"{name}_bytes_s": getattr(point, name) for name in ("link_bandwidth", "links_bandwidth")}
 
 
-_REQUEST_COLUMNS: dict[str, _Column] = {
-    **_attributes(str, "machine"),
-    **_LOAD,
-    **{name: _Column(kind, attrgetter(f"requests.{name}"))
-       for name, kind in (("source", str), ("requests", int), ("seed", int))},
-    "in_flight": _asked("in_flight"),
-    "request_rate": _asked("request_rate"),
-    "request_order": _asked("order"),
-    **_OUTCOME,
-    "mean_input_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[0]),
-    "mean_output_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[1]),
-    **_rates("wall_ms", "busy_ms"),
-    "passes": _Column(int, lambda p: len(p.pass_ms) or None),
-    **_attributes(float, "output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding",
-                  "link_busy"),
-    **{f"{metric}_{name}": _statistic(metric, name) for metric in METRICS for name in Summary._fields},
-    **{name: column._replace(cell=partial(_with_passes, column.cell))
-       for name, column in _fields(PassCounts, "counts").items()},
-    "kv_positions": _Column(int, lambda p: p.kv_positions or None),
-    **_LINKS,
-    **_CONDITIONS,
-    "sla": _Column(str, lambda p: _json(p.sla)),
-}  # fmt: skip
+def _conditions(point: Recorded) -> Row:
+    return {
+        **_attributes(point, "gpu_peak_bytes gpu_used_bytes host_peak_bytes"),
+        **_fields(Effective, point.effective, "effective_"),
+        "gpu_readings": _json(point.gpu),
+        "started_at": point.started_at or None,
+    }
 
 
-class FlatTable(NamedTuple):
-    """Columns with the type of their cells, and rows."""
+def _half_width(samples: Sequence[float], known: bool) -> float | None:
+    return ci95_half_width(samples) if known else None
 
-    columns: dict[str, type[Any]]
-    rows: tuple[tuple[Cell, ...], ...]
 
-    @classmethod
-    def of(cls, points: Iterable[tuple[str, Measurement]]) -> "FlatTable":
-        """Return the table of each file's latest points."""
-        files: dict[str, list[Measurement]] = {}
-        for file, point in points:
-            files.setdefault(file, []).append(point)
-        kept = [(file, point) for file, file_points in files.items() for point in latest(file_points)]
-        predicted = sorted({name for _, point in kept for name in point.predicted})
-        versions = sorted({name for _, point in kept for name in point.versions})
-        columns: dict[str, type[Any]] = {"file": str} | {name: column.kind for name, column in _COLUMNS.items()}
-        columns |= {f"predicted_{name}": float for name in predicted} | {f"version_{name}": str for name in versions}
-        rows = tuple(
-            (
-                file,
-                *(column.cell(point) for column in _COLUMNS.values()),
-                *(point.predicted.get(name) for name in predicted),
-                *(point.versions.get(name) for name in versions),
-            )
-            for file, point in kept
-        )
-        return cls(columns, rows)
+def _row(file: str, point: Measurement) -> Row:
+    known, tpot_ms = point.usable, [fmean(steps) for steps in point.step_ms if steps]
+    return {
+        "file": file,
+        "machine": point.machine,
+        **_fields(Case, point.case),
+        **_fields(Workload, point.case.workload),
+        **_outcome(point),
+        "repeats": len(point.ttft_ms) or None,
+        **_attributes(point, "output_tok_s", known),
+        "output_tok_s_half_width": _half_width(point.output_tok_s_samples, known),
+        **_attributes(point, "decode_tok_s prefill_tok_s", known),
+        "ttft_ms": fmean(point.ttft_ms) if known else None,
+        "ttft_ms_half_width": _half_width(point.ttft_ms, known),
+        **_attributes(point, "tpot_ms", known),
+        "tpot_ms_half_width": _half_width(tpot_ms, known),
+        **_attributes(point, "step_median_ms", known),
+        "e2e_ms": fmean(point.e2e_ms) if known else None,
+        **_attributes(point, "load_s load_bytes"),
+        "load_bandwidth_bytes_s": point.load_bandwidth,
+        "h2d_bandwidth_bytes_s": point.h2d_bandwidth if known else None,
+        **_links(point),
+        **_attributes(point, "link_share", known),
+        **_conditions(point),
+    }
+
+
+def _request_row(file: str, point: RequestPoint) -> Row:
+    asked, lengths, known = point.requests, point.mean_lengths or (None, None), point.usable
+    texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
+    times = {metric: point.summary(metric) if known else None for metric in METRICS}
+    return {
+        "file": file,
+        "machine": point.machine,
+        **_fields(Case, point.case),
+        **_attributes(asked, "source requests seed"),
+        **{name: None if value is None else str(value) for name, value in texts.items()},
+        **_outcome(point),
+        "mean_input_len": lengths[0],
+        "mean_output_len": lengths[1],
+        **_attributes(point, "wall_ms busy_ms", known),
+        "passes": len(point.pass_ms) or None,
+        **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s steady_tok_s padding link_busy"),
+        **{f"{metric}_{name}": getattr(times[metric], name, None) for metric in METRICS for name in Summary._fields},
+        **_fields(PassCounts, point.counts if point.pass_ms else None),
+        "kv_positions": point.kv_positions or None,
+        **_links(point),
+        **_conditions(point),
+        "sla": _json(point.sla),
+    }
+
+
+def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
+    """Return a row for each file's latest points."""
+    files: dict[str, list[Measurement]] = {}
+    for file, point in points:
+        files.setdefault(file, []).append(point)
+    kept = [(file, point) for file, file_points in files.items() for point in latest(file_points)]
+    predicted = sorted({name for _, point in kept for name in point.predicted})
+    versions = sorted({name for _, point in kept for name in point.versions})
+    return [
+        _row(file, point)
+        | {f"predicted_{name}": point.predicted.get(name) for name in predicted}
+        | {f"version_{name}": point.versions.get(name) for name in versions}
+        for file, point in kept
+    ]
 
 
 def request_table(
     points: Iterable[tuple[str, RequestPoint]], goodput: Callable[[RequestPoint], float | None]
-) -> FlatTable:
-    """Return the table of loads of requests, repeated ones included."""
-    columns = {"file": str} | {name: column.kind for name, column in _REQUEST_COLUMNS.items()}
-    rows = tuple(
-        (file, *(column.cell(point) for column in _REQUEST_COLUMNS.values()), goodput(point)) for file, point in points
-    )
-    return FlatTable(columns | {"goodput_request_s": float}, rows)
+) -> list[Row]:
+    """Return a row for each load of requests, repeated ones included."""
+    return [_request_row(file, point) | {"goodput_request_s": goodput(point)} for file, point in points]
 
 
-def to_csv(table: FlatTable) -> bytes:
+def to_csv(rows: Sequence[Row]) -> bytes:
     """Return comma-separated UTF-8 with a header. Every line break is one newline; numbers are as exact as in the
     records; a text that a spreadsheet would take for a formula begins with an apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_unarmed, table.columns))
-    writer.writerows([_plain(cell) for cell in row] for row in table.rows)
+    writer.writerow(map(_unarmed, rows[0]))
+    writer.writerows([_unarmed(cell) if isinstance(cell, str) else cell for cell in row.values()] for row in rows)
     return text.getvalue().encode()
 
 
-def to_json(table: FlatTable) -> bytes:
+def to_json(rows: Sequence[Row]) -> bytes:
     """Return a JSON list of objects; null is unknown."""
-    return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
+    return json.dumps(rows, indent=1).encode() + b"\n"
 
 
-def to_md(table: FlatTable) -> bytes:
-    """Return a Markdown table: four digits, no empty columns."""
-    kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
-    names = list(table.columns)
-    lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
-    lines += [[_md(row[nth]) for nth in kept] for row in table.rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).encode()
-
-
-def to_parquet(table: FlatTable) -> bytes:
-    """Return an Apache Parquet file; null is unknown. Raises ModuleNotFoundError without pyarrow."""
-    import pyarrow
-    import pyarrow.parquet
-
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in table.columns.items()])
-    columns = [pyarrow.array([row[nth] for row in table.rows], type=field.type) for nth, field in enumerate(schema)]
-    target = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, schema=schema), target)
-    return target.getvalue()
-
-
-WRITERS: dict[str, Callable[[FlatTable], bytes]] = {"csv": to_csv, "parquet": to_parquet, "md": to_md, "json": to_json}
-
-
-def _plain(cell: Cell) -> Cell:
-    return _unarmed(cell) if isinstance(cell, str) else cell
+WRITERS: dict[str, Callable[[Sequence[Row]], bytes]] = {"csv": to_csv, "json": to_json}
 
 
 def _unarmed(text: str) -> str:
     text = "\n".join(re.split("\r\n?", text))  # the csv module of Python 3.12 and before leaves a lone \r unquoted
     return f"'{text}" if text.lstrip(" ").startswith(_FORMULA) else text
-
-
-def _md(cell: Cell) -> str:
-    """Return a cell as one line of text, without markup."""
-    if cell is None or isinstance(cell, float):
-        return "" if cell is None else figures(cell, 4).replace(",", "")
-    return markdown(str(cell))

@@ -12,13 +12,12 @@ import math
 import os
 import re
 import stat
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from pydantic_core import from_json
@@ -29,7 +28,6 @@ from zinfer.system.documents import DocumentError, read_bytes
 
 SCHEMA_VERSION = 2  # 1: a case of `stream` without options had no share on the GPU, and no KV cache in host memory
 MAX_BYTES = 2 << 30  # largest file of records or answers
-TAIL_BYTES = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
 
 class StoreError(ZinferError):
@@ -82,10 +80,9 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
             break
     else:
         claimed = _CHECKSUM.search(line)
-        text = (
-            "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
+        raise Garbled(
+            f"the checksum {claimed[1].decode()} does not match the line" if claimed else "not a whole record"
         )
-        raise Garbled(text)
     try:
         fields = from_json(line, allow_inf_nan=False)
         del fields["checksum"]
@@ -143,7 +140,7 @@ def read_lines(path: Path) -> list[bytes]:
     return lines if lines[-1] else lines[:-1]
 
 
-class Closing(ABC):
+class Closing(AbstractContextManager["Closing"]):
     """Base of context managers that call `close` at the end."""
 
     @abstractmethod
@@ -153,9 +150,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -163,15 +158,14 @@ class AppendLog(Closing):
     """File open for appending, by this process alone. Make one with `AppendLog.open`; call `mend` before appending.
 
     Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
-    the end of a run, sees whether the file is still where it was and ends where this process left it; if not, all lines
-    are saved in a new file next to it.
+    the end of a run, sees whether the file is still where it was and ends where this process left it; if not, the lines
+    that it holds are saved in a new file next to it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
         self._end = os.fstat(descriptor).st_size  # where the next line belongs
-        self._tail = bytearray()  # the file's last bytes up to `_end`
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -186,7 +180,7 @@ class AppendLog(Closing):
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         try:
             lines._lock()
-            lines._seek_end()
+            lines._end = os.fstat(lines._descriptor).st_size
             atomic.sync_folder(path.parent)
         except BaseException:
             lines.close()
@@ -203,7 +197,6 @@ class AppendLog(Closing):
         self.check(data)
         _append(self._descriptor, data, self.path)
         self._end += len(data)
-        self._remember(data)
 
     def check(self, pending: bytes = b"") -> None:
         """Raise TakenAwayError if the file changed; its lines are saved.
@@ -219,51 +212,28 @@ class AppendLog(Closing):
             fault = "was deleted"
         elif (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
             fault = "was replaced by another file"
-        elif opened.st_size < self._end:
-            fault = "was cut"
-        elif opened.st_size > self._end:
-            fault = "was written to by somebody else"
+        elif opened.st_size != self._end:
+            fault = "was cut" if opened.st_size < self._end else "was written to by somebody else"
         else:
             return
-        saved = self._save(opened.st_size, pending)
+        saved = self._save(pending)
         raise TakenAwayError(
-            f"{self.path} {fault} while this command wrote to it: every line is saved in {saved}; rename that to "
+            f"{self.path} {fault} while this command wrote to it: its lines are saved in {saved}; rename that to "
             f"{self.path.name} to go on"
         )
 
-    def _save(self, size: int, pending: bytes) -> Path:
-        """Write every line to a new file; return its path."""
-        begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
+    def _save(self, pending: bytes) -> Path:
+        """Write what the open file holds to a new one; return its path."""
         ends = (f".saved-{number}" if number > 1 else ".saved" for number in count(1))
         paths = (self.path.with_name(self.path.name + end) for end in ends)
         path = next(path for path in paths if not os.path.lexists(path))
         try:
-            with atomic.writing(path) as stream:
-                done = 0
-                while done < min(begin, size) and (
-                    part := os.pread(self._descriptor, min(1 << 20, begin - done), done)
-                ):
-                    stream.write(part)
-                    done += len(part)
-                stream.write(self._tail + pending)
+            kept = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()[: self._end]
+            torn = b"\n" if kept and not kept.endswith(b"\n") else b""
+            atomic.write(path, kept + torn + pending)
         except OSError as error:
             _refuse(path, error)
         return path
-
-    def _seek_end(self) -> None:
-        """Take the file's present end as the place of the next line."""
-        self._end = os.fstat(self._descriptor).st_size
-        begin = max(0, self._end - TAIL_BYTES)
-        self._tail = bytearray()
-        while len(self._tail) < self._end - begin and (
-            part := os.pread(self._descriptor, 1 << 20, begin + len(self._tail))
-        ):
-            self._tail += part
-
-    def _remember(self, data: bytes) -> None:
-        self._tail += data
-        if len(self._tail) > 2 * TAIL_BYTES:
-            del self._tail[:-TAIL_BYTES]
 
     def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line, repair the file, and return the faults.
@@ -296,7 +266,7 @@ class AppendLog(Closing):
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
             _cut(self._descriptor, end, self.path)
-        self._seek_end()
+        self._end = os.fstat(self._descriptor).st_size
         return tuple(faults)
 
     def close(self) -> None:

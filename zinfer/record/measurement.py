@@ -6,12 +6,10 @@ leaves out prefill and the first token, which prefill yields.
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
-from itertools import starmap
-from operator import le
 from statistics import fmean, median
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
 from zinfer.core.engine import plan_options
 from zinfer.core.value import Frozen
@@ -66,9 +64,8 @@ class Effective(Frozen):
 # Read from disk, copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with weights.
 Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
-DRIFT_MS = 1e7  # a timeline's spans may begin so long before their step
-_OLD_UNPACK: Any = "decode"  # name of the lane in earlier records
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
+SpanMs = Annotated[float, Field(ge=-1e7, le=LONGEST_MS)]  # spans may begin before their step
 
 
 class Span(NamedTuple):
@@ -79,11 +76,11 @@ class Span(NamedTuple):
     """
 
     lane: Lane
-    layer: int | None
-    start_ms: float  # negative if it was under way when the step began
-    end_ms: float
+    layer: Count | None
+    start_ms: SpanMs  # negative if it was under way when the step began
+    end_ms: SpanMs
     carries: Carried | None = None
-    rank: int = 0  # number of the GPU
+    rank: Count = 0  # number of the GPU
 
     def row(self) -> list[Any]:
         """Return the stored row: ``["copy", 3, 17.204, 35.391]``."""
@@ -91,34 +88,28 @@ class Span(NamedTuple):
         return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
 
-def spans(rows: Any) -> tuple[Span, ...]:
-    """Return the spans of stored rows. Raises ValueError for a wrong row; columns are checked whole, for speed."""
-    if not rows:
-        return ()
-    try:
-        timeline = tuple(starmap(Span, rows))
-        lanes, layers, starts, ends, carries, ranks = zip(*timeline, strict=True)
-        if _OLD_UNPACK in lanes:
-            return spans([("unpack" if span.lane == _OLD_UNPACK else span.lane, *span[1:]) for span in timeline])
-        named = {*lanes} <= {*get_args(Lane)} and {*carries} <= {None, *get_args(Carried)}
-    except TypeError:
-        raise ValueError("a span is a row of 4 to 6 values") from None
-    if not named or not {*map(type, layers)} <= {int, type(None)} or {*map(type, ranks)} != {int}:
-        raise ValueError("a span has a lane that zinfer knows, and the whole numbers of a layer and a GPU")
-    if not {*map(type, starts), *map(type, ends)} <= {int, float} or not all(map(le, starts, ends)):
+def _renamed(rows: Any) -> Any:
+    """Return rows of spans with today's name of the lane ``decode``."""
+    if not isinstance(rows, list | tuple):
+        return rows
+    return [("unpack", *row[1:]) if isinstance(row, list | tuple) and "decode" in row[:1] else row for row in rows]
+
+
+def _in_a_step(timeline: tuple[Span, ...]) -> tuple[Span, ...]:
+    if any(span.start_ms > span.end_ms for span in timeline):
         raise ValueError("a span ends at a time in ms, not before its start")
-    if not -DRIFT_MS <= min(starts) <= max(ends) <= LONGEST_MS:
-        raise ValueError(f"spans from {min(starts)} to {max(ends)} ms")
-    if max(ends) <= 0:
+    if timeline and max(span.end_ms for span in timeline) <= 0:
         raise ValueError("a step of no length")
-    if min(layer or 0 for layer in layers) < 0 or min(ranks) < 0:
-        raise ValueError("a layer or a GPU of a number below 0")
     return timeline
 
 
 Timeline = Annotated[
-    tuple[Span, ...], PlainValidator(spans), PlainSerializer(lambda timeline: [span.row() for span in timeline])
+    tuple[Span, ...],
+    BeforeValidator(_renamed),
+    AfterValidator(_in_a_step),
+    PlainSerializer(lambda timeline: [span.row() for span in timeline]),
 ]
+spans: Callable[[Any], tuple[Span, ...]] = TypeAdapter(Timeline).validate_python
 
 
 class Recorded(Frozen):

@@ -107,10 +107,8 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
     over. Raises StoreError when there is no such path or it cannot be read.
     """
     words = [word.encode() for word in containing]
-    points: list[Measurement] = []
-    headers: list[Header] = []
+    by_kind: dict[type[Record], list[Any]] = {Measurement: [], Header: [], RequestPoint: []}
     damaged: list[Damage] = []
-    requests: list[RequestPoint] = []
     for file in files(path):
         try:
             lines = read_lines(file)
@@ -120,23 +118,16 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
             damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
             continue
         for number, line in enumerate(lines, start=1):
-            if not all(word in line for word in words):
-                continue
-            try:
-                kind, fields = unseal(line)
-                if kind.startswith(KIND):
-                    continue
-                record = _validated(kind, fields)
-            except ValueError as error:
-                damaged.append(Damage(file, number, str(error)))
-                continue
-            if isinstance(record, Measurement):
-                points.append(record)
-            elif isinstance(record, RequestPoint):
-                requests.append(record)
-            else:
-                headers.append(record)
-    return Records(tuple(points), tuple(headers), tuple(damaged), tuple(requests))
+            if all(word in line for word in words):
+                try:
+                    kind, fields = unseal(line)
+                    if not kind.startswith(KIND):
+                        record = _validated(kind, fields)
+                        by_kind[type(record)].append(record)
+                except ValueError as error:
+                    damaged.append(Damage(file, number, str(error)))
+    points, headers, requests = (tuple(records) for records in by_kind.values())
+    return Records(points, headers, tuple(damaged), requests)
 
 
 class Store(Closing):

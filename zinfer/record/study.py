@@ -9,31 +9,20 @@ Files of zinfer 0.1 are read as well: a header and a line for each row, or one J
 makes tables and answers of runs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import exp
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
-from zinfer.record.bounds import (
-    LARGEST,
-    AtLeastOne,
-    Count,
-    Ms,
-    Name,
-    NotNegative,
-    Number,
-    Positive,
-    RecordedCase,
-    Versions,
-)
+from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, RecordedCase, Versions
 from zinfer.record.bounds import Text as Words
 from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_lines, seal, unseal
 from zinfer.record.measurement import Status
@@ -181,7 +170,7 @@ class Hits(Frozen):
 class Touched(Frozen):
     """Mean share of a layer's experts that a step needs (`routing`)."""
 
-    batch_size: int = Field(ge=2, le=LARGEST)
+    batch_size: AtLeastOne
     share: Share
 
 
@@ -193,21 +182,7 @@ class Text(Frozen):
     tokens: Count
 
 
-def _field(row: Any) -> str:
-    """Return the field that identifies the kind of a row."""
-    fields = row if isinstance(row, Mapping) else getattr(type(row), "model_fields", {})
-    return next((name for name in ("raw_bytes", "along", "case", "context", "hits") if name in fields), "share")
-
-
-Row = Annotated[
-    Annotated[Coded, Tag("raw_bytes")]
-    | Annotated[Deviation, Tag("along")]
-    | Annotated[Failed, Tag("case")]
-    | Annotated[Reload, Tag("context")]
-    | Annotated[Hits, Tag("hits")]
-    | Annotated[Touched, Tag("share")],
-    Discriminator(_field),
-]
+Row = Coded | Deviation | Failed | Reload | Hits | Touched
 R = TypeVar("R", bound=Frozen)
 
 
@@ -302,21 +277,20 @@ def read(path: Path, study: str) -> Runs:
     damaged: list[Damage] = []
     for file in files(path, study):
         try:
-            lines = read_lines(file)
+            numbered = [*parse_runs(read_lines(file), file, study)]
         except StoreError as error:
             if file == path:
                 raise
-            damaged.append(Damage(file, 0, str(error)))
-            continue
-        for number, fields in parse_runs(lines, file, study):
-            try:
-                if isinstance(fields, str):
-                    raise ValueError(fields)
-                runs.append(Study.model_validate(fields))
-            except ValidationError as error:
-                damaged.append(Damage(file, number, first_fault(error)[:300]))
-            except ValueError as error:
-                damaged.append(Damage(file, number, str(error)))
+            numbered = [(0, str(error))]
+        for number, fields in numbered:
+            fault = fields if isinstance(fields, str) else ""
+            if not isinstance(fields, str):
+                try:
+                    runs.append(Study.model_validate(fields))
+                except ValidationError as error:
+                    fault = first_fault(error)[:300]
+            if fault:
+                damaged.append(Damage(file, number, fault))
     return Runs(tuple(runs), tuple(sorted(damaged)))
 
 
@@ -338,33 +312,31 @@ def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int
             yield 1, _renamed(study, shared | (run if isinstance(run, dict) else {"run": run}))
         return
     began, missing, fields = 0, 0, dict[str, Any]()
-    for number, line in enumerate([*lines, b""], start=1):
-        kind, line_fields = "", dict[str, Any]()
+    for number, line in enumerate(lines, start=1):
         try:
-            kind, line_fields = unseal(line)
+            kind, got = unseal(line)
         except ValueError as error:
-            if number <= len(lines):
-                yield number, str(error)
-        if missing and not kind.startswith(f"{KIND}.{study}."):  # it may have been the next header
+            yield number, str(error)
+            kind, got = "", {}  # it may have been the next header
+        if missing and not kind.startswith(f"{KIND}.{study}."):
             yield began, f"{missing} lines of this run are missing"
             missing = 0
-        if kind == KIND:
-            if line_fields.get("study") == study:
-                yield number, line_fields
+        if kind == KIND and got.get("study") == study:
+            yield number, got
         elif kind == f"{KIND}.{study}":
-            began, missing, fields = number, line_fields.pop("lines", None), line_fields | {"rows": []}
-            if type(missing) is not int or missing < 0:
-                yield number, f"lines: {missing!r:.40} is no count"
-                missing = 0
-            elif not missing:
+            lacks = got.pop("lines", 0)
+            began, missing, fields = number, lacks if isinstance(lacks, int) else 0, got | {"rows": []}
+            if missing <= 0:
                 yield number, _renamed(study, fields)
         elif missing:
-            fields["rows"].append(line_fields)
+            fields["rows"].append(got)
             missing -= 1
             if not missing:
                 yield began, _renamed(study, fields)
-        elif kind:
+        elif kind not in ("", KIND):
             yield number, f"a line of kind {kind[:40]!r} that belongs to no run"
+    if missing > 0:
+        yield began, f"{missing} lines of this run are missing"
 
 
 # Fields of records of zinfer 0.1 that have another name today.

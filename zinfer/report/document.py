@@ -1,6 +1,6 @@
-"""Document model of a report, which `page` and `markdown` render.
+"""Document model of a report, which `page` renders.
 
-Names of models and texts of errors come from anywhere, so blocks hold plain text only and each form escapes all of it.
+Names of models and texts of errors come from anywhere, so blocks hold plain text only and the page escapes all of it.
 The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
@@ -66,10 +66,7 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Figure as SVG, and its description.
-
-    A table beside it must hold the same values: Markdown leaves it out.
-    """
+    """Figure as SVG, and its description."""
 
     title: str
     description: str

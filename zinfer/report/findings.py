@@ -12,7 +12,6 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.record.requests import RequestPoint
-from zinfer.record.store import Header
 from zinfer.record.study import Study
 
 
@@ -50,7 +49,6 @@ class Findings(NamedTuple):
     demand: Demand | None = None
     studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
-    headers: tuple[Header, ...] = ()
 
     @property
     def machines(self) -> dict[str, Machine]:

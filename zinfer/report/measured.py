@@ -6,7 +6,6 @@ from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import change
-from zinfer.analysis.economics import Prices, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, gib
@@ -45,10 +44,6 @@ _COLUMNS = (
     *(f"#{time.upper()} {name}" for time in _TIMES for name in _PERCENTILES),
     "#link share", "#GPU peak", "#host peak", "beyond the plan", "#OOM at", "#the fastest at its batch",
 )  # fmt: skip
-_POINTS = (
-    "configuration", "#batch", "#tok/s", "#prefill tok/s", "#decode tok/s", "#TTFT", "#TPOT", "#link share",
-    "#GPU peak", "#host peak", "beyond the plan", "#GPU energy a token", "outcome",
-)  # fmt: skip
 _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
@@ -59,7 +54,7 @@ _WORDS = (
 
 
 def results(findings: Findings) -> Section:
-    """Return the section on each workload: figure, configurations, every point.
+    """Return the section on each workload: figure, configurations, failures.
 
     The first whole models (slices, if there are only slices) have one figure, of their first workload with two
     configurations.
@@ -70,7 +65,7 @@ def results(findings: Findings) -> Section:
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
         blocks += _figure(workload) if workload.group in drawn else ()
-        blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), *_points(workload)]
+        blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), _failed(workload.points)]
     words = [Text(_WORDS)] if blocks else []
     return section("results", "Results", (*words, *blocks, *requests.section(findings.requests)))
 
@@ -165,31 +160,13 @@ def _verdicts(points: Points) -> Iterator[str]:
             yield f"{verdict.engine or 'Any engine'}: {verdict.text}"
 
 
-def _points(workload: WorkloadFindings) -> Iterator[Table]:
-    top, points = rates.winner(workload.points), workload.points
+def _failed(points: Points) -> Table:
     heads = ("configuration", "#batch", "outcome", "in", "message")
-    yield Table("Failed points, and how the smallest such batch ended.", heads, _failures(points))
-    rows = tuple(Row(_cells(point), _kind(point, top)) for point in points)
-    yield Table(f"Every point: {workload.name}", _POINTS, rows, folded=True)
+    return Table("Failed points, and how the smallest such batch ended.", heads, _failures(points))
 
 
 def _kind(point: Measurement, winner: Measurement | None) -> Kind:
     return "best" if point is winner else "" if point.status == "ok" else "failed"
-
-
-def _cells(point: Measurement) -> tuple[str, ...]:
-    ok, energy = point.usable, cost(point, Prices())
-    return (
-        point.case.label(),
-        str(point.case.workload.batch_size),
-        rate(point)[0],
-        *(rated(value) if ok and value else "" for value in (point.prefill_tok_s, point.decode_tok_s)),
-        _mean(point.ttft_ms) if ok else "",
-        duration(point.tpot_ms / 1e3) if ok and point.tpot_ms else "",
-        *_use(point),
-        f"{rated(energy.j_per_token)} J" if energy and energy.j_per_token else "",
-        "timed" if ok else "fits, not timed" if point.status == "ok" else point.status,
-    )
 
 
 def _use(point: Measurement) -> tuple[str, str, str, str]:
@@ -245,9 +222,6 @@ def _studies(findings: Findings) -> Iterator[Block]:
         caption = f"{shown.title}. Measured by `zinfer study {run.study}` on {run.device}. {shown.method}"
         rows = tuple(Row(cells, "failed" if cells[0] in failed else "") for cells in shown.cells)
         yield Table(caption, shown.columns, rows, folded=run.study != "accuracy")
-    if any(run.study == "codec" for run in findings.studies):
-        others = tuple(Row(codec.cells) for codec in study.codecs())
-        yield Table("Codecs published by others, not measured here.", study.PublishedCodec.columns, others, folded=True)
 
 
 def _machines(machines: Iterable[Machine]) -> Table:

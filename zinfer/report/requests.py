@@ -4,18 +4,15 @@ rates leave out that requests come and end at different times."""
 from collections.abc import Iterable
 from statistics import fmean
 
-from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
+from zinfer.analysis.group import Setting
+from zinfer.analysis.requests import check, goodput, loads_of
 from zinfer.core.units import duration, figures
 from zinfer.record.requests import METRICS, RequestPoint
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 
 RATES = (
     "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
-    "#tok/s while others waited", "#steady tok/s", "outcome",
-)  # fmt: skip
-PASSES = (
-    "configuration", "arrival", "#prompt tok/s", "#requests/s", "#goodput", "#within SLA", "#padding", "#link busy",
-    "#passes", "#tokens a pass", "#drafts right", "#computed again", "#retries",
+    "#tok/s while others waited", "#steady tok/s", "#goodput, requests/s", "#link busy", "outcome",
 )  # fmt: skip
 TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
 WORDS = (
@@ -31,13 +28,14 @@ def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
     """Return the tables for each model or slice and machine."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
-        groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
+        setting = Setting.of(point, total_layers=point.total_layers)
+        groups.setdefault(f"{setting.part}, {point.machine}", []).append(point)
     blocks: list[Block] = [Heading("Loads of requests"), Text(WORDS)]
     for name, records in groups.items():
         usable = loads_of(record for record in records if record.usable)
         last = [loads[-1] for loads in usable.values()]
         blocks.append(_rates(name, records))
-        blocks += [_passes(name, last), _times(name, last)] if last else []
+        blocks += [_times(name, last)] if last else []
         levels = (
             f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
             for record in last
@@ -64,27 +62,12 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
             "" if lengths is None else " / ".join(f"{length:.0f}" for length in lengths),
             str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
-            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "", outcome,
+            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "",
+            "" if (rate := goodput(shown)) is None else figures(rate),
+            "" if shown.link_busy is None else f"{shown.link_busy:.0%}", outcome,
         )  # fmt: skip
         rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
     return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", RATES, tuple(rows))
-
-
-def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
-    rows = []
-    for point in points:
-        per_second, share = goodput(point), share_within(point)
-        cells = (
-            point.case.label(), point.requests.loop, figures(point.input_tok_s or 0.0, 4),
-            figures(point.request_s or 0.0), "" if per_second is None else f"{figures(per_second)} requests/s",
-            "" if share is None else f"{share:.0%}", "" if point.padding is None else f"{point.padding:.1%}",
-            "" if point.link_busy is None else f"{point.link_busy:.0%}", f"{len(point.pass_ms):,}",
-            figures(point.output_tokens / len(point.pass_ms), 3) if point.pass_ms else "",
-            "" if point.drafts_right is None else f"{point.drafts_right:.0%}", f"{point.counts.again:,}",
-            f"{point.counts.retries:,}",
-        )  # fmt: skip
-        rows.append(Row(cells))
-    return Table(f"{name}: passes of the last load.", PASSES, tuple(rows), folded=True)
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from zinfer.analysis import rates, reproduce, study
-from zinfer.analysis.best import known_cost
-from zinfer.analysis.economics import DAY_S
+from zinfer.analysis.economics import DAY_S, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.requests import groups, ranked
 from zinfer.core.units import counted, duration
@@ -65,15 +64,7 @@ def verdict(points: Points) -> str:
     if not ran:
         return f"the only one of {len(others) + 1} configurations that fits"
     lossy = ", lossy ones apart" * (not top.case.lossy and any(point.case.lossy for point in others))
-    tried_up_to = {
-        load: max(point.case.workload.batch_size for point in load_points)
-        for load, load_points in by_load(points).items()
-    }
-    full = {edge.load for edge in rates.edges(points) if edge.smallest_oom}
-    loads = {point.case.load for point in others} - full
-    small = sum(tried_up_to[load] < top.case.workload.batch_size for load in loads)
-    tried = f", {small} of them tried at smaller batches only" * bool(small)
-    return f"fastest of {len(others) + 1} configurations{lossy}{tried}"
+    return f"fastest of {len(others) + 1} configurations{lossy}"
 
 
 def _row(workload: WorkloadFindings) -> Row:
@@ -125,12 +116,9 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
         lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {named(other)}; {loss(other, findings)}.")
-    cost = known_cost(top, findings.prices)
-    if findings.prices.known and cost.usd_per_mtok is None:
-        lines.append("Its cost is unknown: energy has a price and was not measured.")
-    elif cost.usd_per_mtok is not None:
-        day = cost.usd_per_mtok * (top.output_tok_s or 0.0) * DAY_S / 1e6
-        lines.append(f"Cost: {cost.usd_per_mtok:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
+    if (usd := cost(top, findings.prices).usd_per_mtok) is not None:
+        day = usd * (top.output_tok_s or 0.0) * DAY_S / 1e6
+        lines.append(f"Cost: {usd:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
     yield Items(tuple(lines))
     yield Command(reproduce.commands(top)[1])
 

@@ -1,6 +1,5 @@
 """Atomic writes: a file is replaced as a whole, or stays as it was if writing fails or is interrupted."""
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,8 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     OSError, also where nobody reads a pipe.
     """
     if path.exists() and not path.is_file():
-        with _open_device(path) as stream:
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as stream:
+            os.set_blocking(stream.fileno(), True)  # a reader is not waited for; then its reading is
             yield stream
         return
     if path.is_symlink():
@@ -38,17 +38,6 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         part.path.replace(path)
     sync_folder(path.parent)
-
-
-def _open_device(path: Path) -> BinaryIO:
-    """Open a pipe or device for writing, without waiting for a reader. Raises OSError."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        reason = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
-        raise OSError(error.errno, reason, str(path)) from None
-    os.set_blocking(descriptor, True)
-    return open(descriptor, "wb")
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -7,13 +7,12 @@ import errno
 import json
 import math
 import os
-import re
 import stat
 import tomllib
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,8 +23,6 @@ MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that Git has in place of a large one
 MAX_DEPTH = 64  # levels of nesting
 MAX_DIGITS = 19  # of an integer: 64 bits
-# A dotted key of more than MAX_DEPTH parts, which tomllib needs minutes for: its time grows with their square.
-_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
 _LEVEL = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _LEVEL)
 # Faults of the name, not of the machine.
@@ -149,17 +146,13 @@ def parse_json(
 
 def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     """Return the tables of a TOML document; `name` is its file, for messages. Raises DocumentError."""
-    text = decode(content, name)
-    if _LONG_KEY.search(text):
-        _too_deep(name)
     try:
-        tables = tomllib.loads(text)
-    except RecursionError:
-        _too_deep(name)
-    except ValueError as error:
-        raise DocumentError(f"{name} is damaged: {error}") from None
-    _check_depth(tables, name)
-    return tables
+        return tomllib.loads(decode(content, name))
+    except DocumentError:
+        raise
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise DocumentError(f"{name} is damaged: {why}") from None
 
 
 def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False, digits: int = MAX_DIGITS) -> dict[str, Any]:
@@ -187,21 +180,6 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _check_depth(value: object, name: object) -> None:
-    level, deep = [value], 0
-    while level:
-        deep += 1
-        if deep > MAX_DEPTH:
-            _too_deep(name)
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-
-
 def _check_size(content: bytes, name: object, bounds: Bounds) -> None:
     """Raise DocumentError for JSON with too many values or levels.
 
@@ -220,8 +198,4 @@ def _check_size(content: bytes, name: object, bounds: Bounds) -> None:
         raise DocumentError(f"{name} is too large: it has more than {bounds.values:,} values")
     brackets = content.translate(None, _NO_BRACKETS)
     if max(accumulate(map(_LEVEL.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        _too_deep(name)
-
-
-def _too_deep(name: object) -> NoReturn:
-    raise DocumentError(f"{name} is damaged: it is nested more than {MAX_DEPTH} levels deep")
+        raise DocumentError(f"{name} is damaged: it is nested more than {MAX_DEPTH} levels deep")

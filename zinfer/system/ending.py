@@ -1,20 +1,17 @@
 """Ends of a process: at a signal, with its parent, and together with all that it started.
 
-A command that is interrupted says so in one line, gives the terminal its cursor back, ends its workers, removes what it
-owns (`zinfer.system.scratch`) and ends with 128 and the signal's number, within three seconds whatever it is at: a
-Python handler waits for the end of a call into C, so a thread sees to it that none is waited for too long.
+A command that is interrupted says so in one line, removes what it owns (`zinfer.system.scratch`) and ends with 128 and
+the signal's number, within three seconds: a Python handler waits for the end of a call into C, so a thread sees to it.
 """
 
 import atexit
-import math
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from zinfer.system import scratch
@@ -30,7 +27,6 @@ KEEPER = 'trap "" INT TERM HUP; read -r _; kill -KILL 0'
 SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"  # and an empty line, in place of a progress display
 
 _callbacks: list[Callable[[], object]] = []
-_limits: list[Callable[[], float]] = []  # of contexts that handle signals: seconds to the end after the next signal
 _ending = False
 _handed_back = -RECENT_S
 
@@ -75,20 +71,6 @@ def handed_back() -> None:
     _handed_back = time.monotonic()
 
 
-@contextmanager
-def within(*seconds: float) -> Iterator[None]:
-    """End this process `seconds` after each signal, whatever it does. For contexts that handle signals themselves.
-
-    The first of `seconds` is for the first signal, and the last one for all further ones.
-    """
-    waits = list(seconds)
-    _limits.append(lambda: waits.pop(0) if len(waits) > 1 else waits[0])
-    try:
-        yield
-    finally:
-        _limits.pop()
-
-
 def interruption(error: BaseException | None) -> int | None:
     """Return the signal that `error`, or its cause, stands for; None if there is none.
 
@@ -113,23 +95,16 @@ def _arrived(number: int, _frame: FrameType | None) -> None:
 
 def _watch(reader: int) -> None:
     """Wait for signals; end the process where the main thread does not come to do so in time."""
-    number, deadline, ours = 0, math.inf, False  # `ours`: the handler of this module has to end the process
     while True:
-        left = max(0.0, deadline - time.monotonic())
-        if not select.select([reader], [], [], None if deadline == math.inf else left)[0]:
-            deadline = math.inf
-            if ours or _limits:
-                if not _ending:
-                    threading.Thread(target=_end, args=(number,), daemon=True).start()
-                time.sleep(PATIENCE_S)
-                os._exit(128 + number)
-        else:
-            for number in filter(SIGNALS.__contains__, os.read(reader, 64)):
-                allowed = _limits[-1]() if _limits else math.inf
-                if signal.getsignal(number) is _arrived:  # a context may have had it: this thread may be late
-                    ours = time.monotonic() - _handed_back >= RECENT_S
-                    allowed = PATIENCE_S if ours else math.inf
-                deadline = min(deadline, time.monotonic() + allowed)
+        number = os.read(reader, 1)[0]
+        taken = signal.getsignal(number) is not _arrived or time.monotonic() - _handed_back < RECENT_S
+        if number not in SIGNALS or taken:  # a context may have had it: this thread may be late
+            continue
+        time.sleep(PATIENCE_S)
+        if not _ending:
+            threading.Thread(target=_end, args=(number,), daemon=True).start()
+        time.sleep(PATIENCE_S)
+        os._exit(128 + number)
 
 
 def _end(number: int) -> None:

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.core.units import gb, parse_bytes
+from zinfer.core.units import parse_bytes
 
 MANY_CPUS = 8  # CPUs of which attention leaves one to everything else that runs
 GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used
@@ -30,18 +30,7 @@ def gpus() -> list[dict[str, Any]]:
     if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     with _nvml() as nvml:
-        if nvml is not None:
-            return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
-    return _gpus_of_torch() if Path("/dev/nvidiactl").exists() else []
-
-
-def driver_version() -> str:
-    """Return the version of NVIDIA's driver; empty if NVML reaches none."""
-    with _nvml() as nvml:
-        if nvml is not None:
-            with contextlib.suppress(nvml.NVMLError):
-                return str(nvml.nvmlSystemGetDriverVersion())
-    return ""
+        return [] if nvml is None else [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
 
 
 @contextlib.contextmanager
@@ -69,11 +58,8 @@ def _visible(nvml: Any) -> list[Any]:
     handles = []
     for entry in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):
         try:
-            index = entry.strip()
-            by_index = index.isdigit()
-            handles.append(
-                nvml.nvmlDeviceGetHandleByIndex(int(index)) if by_index else nvml.nvmlDeviceGetHandleByUUID(index)
-            )
+            by_index, index = nvml.nvmlDeviceGetHandleByIndex, entry.strip()
+            handles.append(by_index(int(index)) if index.isdigit() else nvml.nvmlDeviceGetHandleByUUID(index))
         except nvml.NVMLError:
             break
     return handles
@@ -105,14 +91,6 @@ def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
         return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
     except nvml.NVMLError:
         return False
-
-
-def _gpus_of_torch() -> list[dict[str, Any]]:
-    with contextlib.suppress(ImportError):
-        import torch
-
-        return [{"name": torch.cuda.get_device_name(index)} for index in range(torch.cuda.device_count())]
-    return []
 
 
 def package_version(package: str) -> str:
@@ -194,9 +172,8 @@ def _in_use(group: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         total = "total_" if "total_cache" in stat else ""  # version 1: sums that include the child groups
-        reclaimable = sum(
-            int(stat.get(f"{total}{kind}", 0)) for kind in ("active_file", "inactive_file", "slab_reclaimable")
-        )
+        kinds = "active_file", "inactive_file", "slab_reclaimable"
+        reclaimable = sum(int(stat.get(f"{total}{kind}", 0)) for kind in kinds)
         return int((group / ("memory.usage_in_bytes" if total else "memory.current")).read_text()) - reclaimable
     return 0
 
@@ -206,13 +183,6 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
-    if (limit := address_limit()) is not None:
-        mapped = int((proc / "self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        return max(0, min(limit - mapped, _free_bytes(proc, root)))
-    return _free_bytes(proc, root)
-
-
-def _free_bytes(proc: Path, root: Path) -> int:
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
     total, *free = (int(text.split()[0]) * 1024 for text in texts)
@@ -232,29 +202,6 @@ def host_bytes() -> int:
     if limit is None or total < limit <= total / GROWN:
         return total
     return limit
-
-
-def address_limit() -> int | None:
-    """Return the limit on addresses (``ulimit -v``), in bytes; None if there is none."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def allowed_bytes() -> int:
-    """Return the memory that this process may use, in bytes: `host_bytes`, or less where ``ulimit -v`` says so."""
-    limit = address_limit()
-    return host_bytes() if limit is None else min(limit, host_bytes())
-
-
-def no_memory(cause: str = "") -> str:
-    """Return the line of an error for want of host memory: with its `cause`, and the limit of ``ulimit -v``."""
-    line = ": ".join(filter(None, ("host memory ran out", address_words())))
-    return line + (f" ({cause})" if cause else "")
-
-
-def address_words() -> str:
-    """Return the limit of ``ulimit -v`` in words; empty if there is none."""
-    return "" if (limit := address_limit()) is None else f"`ulimit -v` allows {gb(limit)}"
 
 
 class NumaNode(NamedTuple):

@@ -6,16 +6,16 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import Machine, MachineError
 from zinfer.system import machines
 from zinfer.system.ending import PARENT
-from zinfer.system.host import allowed_bytes, gpus, host_bytes, host_facts, slug
+from zinfer.system.host import host_bytes, host_facts, slug
 
 RESULTS = Path("sweeps/results")
 PROBE = (sys.executable, "-m", "zinfer", "probe")
-LITTLE = "64MiB"  # host memory of a second try of the probe
+LITTLE = "64MiB"  # least host memory of a probe
 ALIKE = 0.1  # hosts whose memory differs by no more than this share are taken for the same one
 ROUND = 10 << 30  # bytes of memory from which on a name has GiB, and not MiB
 
@@ -55,56 +55,31 @@ def this_machine() -> Machine:
     """Return this machine as probed, with the host memory usable now.
 
     If there is none, the probe runs now, in a process of its own: a CUDA context in this one would take GPU memory from
-    a measurement. A probe that is killed, as the kernel does where memory is short, runs again with less of it; if that
-    is killed, too, the machine is described without rates, and the next call tries again. stderr gets a line about it.
-    Raises MachineError if the probe fails.
+    a measurement. Raises MachineError if the probe fails.
     """
     path = results_folder() / "machine.json"
-    if not path.is_file() and _probe(path) == -signal.SIGKILL:
-        _warn("the probe was killed, as happens where host memory is short: measuring again with little memory")
-        if _probe(path, "--quick", "--memory", LITTLE) == -signal.SIGKILL:
-            _warn("the probe was killed again: going on without this machine's rates, so nothing is predicted")
-            return unmeasured()
-    machine, now = machines.load(path), allowed_bytes()
+    if not path.is_file():
+        _probe(path)
+    machine, now = machines.load(path), host_bytes()
     return machine.model_copy(update={"host_bytes": min(now, machine.host_bytes or now)})
 
 
-def _probe(path: Path, *words: str) -> int:
-    """Run the probe in a process that ends with this one; return its exit code, 0 or that of a kill.
-
-    Raises MachineError if it fails otherwise.
-    """
-    command = [*PROBE, "-o", str(path), *words]
+def _probe(path: Path) -> None:
+    """Run the probe in a process that ends with this one. Raises MachineError if it fails."""
     env = {**os.environ, PARENT: str(os.getpid())}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env, start_new_session=True) as process:
+    with subprocess.Popen([*PROBE, "-o", str(path)], stdout=subprocess.DEVNULL, env=env, start_new_session=True) as run:
         try:
-            code = process.wait()
+            code = run.wait()
         except BaseException:
-            process.kill()
+            run.kill()
             raise
-    if code not in (0, -signal.SIGKILL):
-        error = MachineError("`zinfer probe` failed on this machine; run it to see why")
-        error.exit_code = code
-        raise error
-    return code
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
-def unmeasured() -> Machine:
-    """Return the description of this machine without a measurement: its memories, and no rates."""
-    devices = gpus()
-    fields: dict[str, Any] = {}
-    if devices:
-        size = devices[0].get("memory_bytes")
-        fields = {"gpu_count": len(devices), "gpu_name": devices[0].get("name"), "gpu_bytes": size}
-    return Machine(
-        name=name(),
-        source="datasheet",
-        host_bytes=allowed_bytes(),
-        note="not measured: the probe was killed",
-        details={"host": host_facts()},
-        **fields,
+    if code == 0:
+        return
+    killed = code == -signal.SIGKILL  # as the kernel does where memory is short
+    error = MachineError(
+        f"`zinfer probe` was killed: run `zinfer probe --quick --memory {LITTLE}`, which takes less memory"
+        if killed
+        else "`zinfer probe` failed on this machine; run it to see why"
     )
+    error.exit_code = ENVIRONMENT if killed else code
+    raise error

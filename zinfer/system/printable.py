@@ -4,8 +4,8 @@ Control characters, bidirectional overrides and characters without width can mov
 title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
 (``\\u001b``), so that they are seen, and so that printed JSON keeps its value. There is one exit for each kind of
 output, and callers need not think of it: `guarded` (all that is printed), `zinfer.commands.out.console` (tables),
-`zinfer.report.page.html`, `zinfer.report.markdown.markdown`, `zinfer.record.export.to_md`, and
-`zinfer.report.plot.style.render` (figures). CSV, JSON and Parquet files hold data and keep every character.
+`zinfer.report.page.html`, and `zinfer.report.plot.style.render` (figures). CSV and JSON files hold data and keep every
+character.
 """
 
 import os
@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from html import escape
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
@@ -45,11 +44,6 @@ def printable(text: str) -> str:
 def generated(text: str) -> str:
     """Return a model's text for a terminal: `printable`, with the joiners that some scripts need."""
     return "".join(part if part in _JOINERS else printable(part) for part in re.split(f"([{_JOINERS}])", text) if part)
-
-
-def markdown(text: str) -> str:
-    """Return `text` as a line of Markdown without markup or HTML."""
-    return _MARKUP.sub(r"\\\1", escape(printable(" ".join(text.split())), quote=False))
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -102,21 +102,11 @@ def _remove_if_dead(entry: Path, on_message: Callable[[str], object]) -> None:
         if boot != _host()[0] and host != _host()[1]:  # containers of one host share its boot
             return
         if entry.stem in path.name and os.path.lexists(path):
-            size = _size(path)
-            if _removed(path):
-                from zinfer.core.units import gb  # a start with nothing to remove does without it
-
-                on_message(f"removed {path} ({gb(size)}), which a killed run left behind")
-            else:
-                on_message(f"{path}, which a killed run left behind, cannot be removed")
+            removed = _removed(path)
+            on_message(f"{'removed' if removed else 'cannot remove'} {path}, which a killed run left behind")
+            if not removed:
                 return
         entry.unlink()
-
-
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
-    return 0
 
 
 def _removed(path: Path) -> bool:

@@ -11,7 +11,6 @@ from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.record.measurement import Status
 from zinfer.system.documents import DocumentError
-from zinfer.system.host import no_memory
 
 
 class TaskFailure(Frozen):
@@ -34,7 +33,7 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
         traceback.print_exception(error)
     status, text = status_of(error), error_line(error)
     if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
-        text = no_memory(text)
+        text = f"host memory ran out ({text})"
     return TaskFailure(status=status, error=text, stage=stage, exit_code=_exit_code(error, status))
 
 

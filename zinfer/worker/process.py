@@ -35,7 +35,6 @@ from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
 from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
-from zinfer.system.host import address_words, no_memory
 from zinfer.worker import tasks
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import AddRequests, Answer, BatchStep, BatchStepped, Command, Load, Measure, MeasureRequests
@@ -216,9 +215,9 @@ class Worker(Client):
         if code in _MEMORY:
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
         if is_out_of_memory(tail):
-            return WorkerDied("oom_host", no_memory(f"{how}; {tail}"))
-        causes = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
-        return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, causes))}")
+            return WorkerDied("oom_host", f"host memory ran out ({how}; {tail})")
+        last = f"; last line on stderr: {tail}" if tail else ""
+        return WorkerDied("crashed", f"the worker ended: {how}{last}")
 
     def _tail(self) -> str:
         """Return the worker's last line on stderr, where errors end up."""
@@ -281,6 +280,7 @@ def versions(engine_name: str) -> dict[str, str]:
     """Return the versions of Python, zinfer, the driver, and the engine's packages."""
     kind = ENGINES.get(engine_name)
     packages = kind.requires if kind is not None else ("torch",)
-    installed = {package: host.package_version(package) for package in packages} | {"driver": host.driver_version()}
+    driver = next((gpu.get("driver", "") for gpu in host.gpus()), "")
+    installed = {package: host.package_version(package) for package in packages} | {"driver": driver}
     present = {name: version for name, version in installed.items() if version}
     return {"python": platform.python_version(), "zinfer": __version__, **present}

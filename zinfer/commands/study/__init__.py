@@ -1,14 +1,14 @@
 """`zinfer study`: studies of one question each, in records of one type."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.analysis.study import show
 from zinfer.commands import limits
-
-if TYPE_CHECKING:
-    from zinfer.record.study import Study
+from zinfer.commands.out import console, table
+from zinfer.record import study
+from zinfer.system.local import RESULTS
 
 STUDIES = ("codec", "accuracy", "reuse", "routing")
 
@@ -26,26 +26,16 @@ def command() -> None:
     """Measure one question apart from a sweep. Each run is added to sweeps/results/MACHINE/STUDY.jsonl."""
 
 
-def keep(run: "Study", output: Path | None) -> Path:
-    """Add a run to `output`, or to the machine's file; return the file."""
-    from zinfer.record import study
-    from zinfer.system.local import RESULTS
-
+def keep(run: study.Study, output: Path | None) -> None:
+    """Add a run to `output`, or to the machine's file."""
     path = output or RESULTS / run.machine
     if output is None or path.is_dir():
         path /= f"{run.study}.jsonl"
     study.append(path, run)
     click.echo(f"wrote {path}", err=True)
-    return path
 
 
-def present(run: "Study", as_json: bool) -> None:
-    """Print a run as a table and its notes, or as JSON."""
-    from zinfer.analysis.study import show
-    from zinfer.commands.out import console, table
-
-    if as_json:
-        click.echo(run.model_dump_json(indent=1))
-        return
+def present(run: study.Study) -> None:
+    """Print a run as a table and its notes."""
     shown = show(run)
     console().print(table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)

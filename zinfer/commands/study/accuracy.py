@@ -1,83 +1,64 @@
 """`zinfer study accuracy`: the error that a setting of an engine adds, against the same engine without it."""
 
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from zinfer.commands import options
+from zinfer.analysis.study import compared, label
+from zinfer.checkpoint.quantization import SCHEMES
+from zinfer.checkpoint.source import Source, find
+from zinfer.commands import options, pack
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
 from zinfer.commands.study import keep, present
+from zinfer.commands.watch import Watch
+from zinfer.core.engine import OptionError, conflict
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
-
-if TYPE_CHECKING:
-    from zinfer.checkpoint.source import Source
-    from zinfer.commands.watch import Watch
-    from zinfer.plan.planner import Plan
+from zinfer.core.model import check_positions
+from zinfer.job import sweep
+from zinfer.job.accuracy import AccuracyStudy, describe, text_of
+from zinfer.job.signals import Interrupted, Signals
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.record.study import Failed, Study, Text
+from zinfer.worker.process import WorkerError, study_header
 
 
 @click.command("accuracy", cls=options.LoadCommand)
 @options.model
 @options.engine
 @options.offload_if_needed
-@click.option(
-    "--reference",
-    multiple=True,
-    callback=options.engine_options,
-    metavar="KEY=VALUE",
-    help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
-)
-@click.option(
-    "--weights",
-    "copies",
-    multiple=True,
-    metavar="FOLDER|int4|int8|fp8",
-    help="Compare a quantised copy, as `zinfer pack --weights` writes it: its folder, or int4, int8 or fp8 for the "
-    "copy in the default folder, which is written if it is missing. Repeatable.",
-)
+@option("--weights copies", str, "Quantised copy: a folder, or int4, int8, fp8. Repeatable.", multiple=True)
 @options.prompt_text
-@click.option("--input-len", type=click.IntRange(min=1), default=256, help="Tokens of a prompt.")
-@click.option("--output-len", type=click.IntRange(min=1), default=64, help="Tokens compared in each row.")
-@click.option("--samples", type=click.IntRange(min=1), default=16, help="Pieces of the text; each makes two rows.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, help="Rows in a batch.")
+@option("--input-len", options.COUNT, "Tokens of a prompt.", default=256)
+@option("--output-len", options.COUNT, "Tokens compared in each row.", default=64)
+@option("--samples", options.COUNT, "Pieces of the text; each makes two rows.", default=16)
+@option("--batch-size", options.COUNT, "Rows in a batch.", default=8)
 @options.load_options
 @options.timeout(36000, "a batch")
 @options.record("accuracy")
 @click.pass_obj
-def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
+def command(debug: bool, /, output: Path | None, **how: Any) -> None:
     """Measure the cost of an engine's setting in accuracy.
 
     Each setting (a comma list is an axis), or the model's weights in fewer bits, is compared with the engine's
     defaults: the error of its logits, how often its most likely token differs, the text's perplexity, and the first
     token at which greedy texts differ.
 
-    Each of --samples pieces of the text makes two rows: one continues the piece's first --input-len tokens with the
-    reference's own greedy tokens, the other with the text's. Every setting is fed the same --output-len tokens a row
-    (teacher forcing). The reference's logits are stored in TMPDIR: rows x tokens x vocabulary x 2 bytes, or x 4 in
-    fp32. Random weights say little: their record is written only with --output.
+    Each of --samples pieces of the text makes two rows, which go on with the reference's greedy tokens or the text's;
+    every setting is fed the same tokens. The reference's logits are stored in TMPDIR: rows x tokens x vocabulary x 2
+    bytes, or x 4 in fp32. Random weights say little: their record is written only with --output.
 
     \b
     zinfer study accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
     zinfer study accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
-    zinfer study accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt
     """
-    from hashlib import sha256
-
-    from zinfer.analysis.study import compared, label
-    from zinfer.commands.watch import Watch
-    from zinfer.core.model import check_positions
-    from zinfer.job.accuracy import AccuracyStudy, describe, text_of
-    from zinfer.job.signals import Interrupted, Signals
-    from zinfer.record.study import Failed, Study, Text
-    from zinfer.worker.process import WorkerError, study_header
-
     if not how["settings"] and not how["copies"]:
         raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
-    if any(len(values) > 1 for values in how["reference"].values()):
-        raise click.UsageError("--reference takes one value for each option: there is one reference")
-    source = options.weights_of(how["model"], how["dtype"], None, how["load_format"])
+    source = options.weights_of(how)
     check_positions(source.spec, how["input_len"], how["output_len"])
     name, text = text_of(how["prompt_file"])
     with Watch() as watch:
@@ -107,7 +88,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
         keep(run, output)
     else:
         click.echo("not written: no setting was measured, or only random weights", err=True)
-    present(run, as_json)
+    present(run)
     if signal:
         raise SystemExit(128 + signal)
     if failed := run.of(Failed):
@@ -115,15 +96,8 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
         raise Failure(reasons, PARTIAL if compared(run) else NOTHING)
 
 
-def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
-    """Return a quantised copy of the model: of the folder `wanted`, or the default one of a scheme.
-
-    That is written if it is missing. Raises Failure for a folder with another kind of model.
-    """
-    from zinfer.checkpoint.quantization import SCHEMES
-    from zinfer.checkpoint.source import find
-    from zinfer.commands import pack
-
+def _copy(source: Source, wanted: str, watch: Watch) -> Source:
+    """Return a quantised copy of the model: of the folder `wanted`, or of a scheme, written if it is missing."""
     folder = Path(wanted)
     if wanted in SCHEMES:
         if source.load_format == "dummy":
@@ -134,50 +108,28 @@ def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
     copy = find(str(folder), source.spec.dtype, None, "safetensors")
     ours, theirs = ({**dict(spec), **_NOT_COMPARED} for spec in (source.spec, copy.spec))
     if ours != theirs:
-        raise Failure(
-            f"--weights {wanted}: it is another model than {source.spec.name}: its shape differs", ENVIRONMENT
-        )
+        text = f"--weights {wanted}: it is another model than {source.spec.name}: its shape differs"
+        raise Failure(text, ENVIRONMENT)
     return copy
 
 
 # Fields in which a model and its quantised copy may differ.
 _NOT_COMPARED: dict[str, Any] = {
-    "name": "",
-    "config": {},
-    "directory": None,
-    "hub_id": None,
-    "stored_ratio": 1.0,
-    "fp8_ratio": 0.0,
-}
+    "name": "", "config": {}, "directory": None, "hub_id": None, "stored_ratio": 1.0, "fp8_ratio": 0.0,
+}  # fmt: skip
 
 
-def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
-    """Return the plans of reference and settings, and the engine's module:Class.
-
-    Each of `copies` has all settings, or the reference's own without any.
-    """
-    from zinfer.core.engine import OptionError, conflict
-    from zinfer.job import recipe, sweep
-    from zinfer.plan.planner import make_plan
-
+def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[Plan, list[Plan], str]:
+    """Return the plans of reference and settings; of `copies`, too; and the engine's module:Class."""
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     options.check_nvme([offload], nvme_path)
     if gpu_weights and len(gpu_weights) > 1:
         raise click.UsageError("--gpu-weights takes one share here: the settings are what is compared")
     machine = options.this_machine(nvme_path)
 
-    def plans(choice: Any, axes: dict[str, Any], model: str, source: "Source") -> "list[tuple[Plan, str]]":
-        fields = {
-            "model": (model,),
-            "engine": (how["engine"],),
-            "offload": (choice,),
-            "input_len": (how["input_len"],),
-            "output_len": (how["output_len"],),
-            "gpu_weights": gpu_weights or (None,),
-            "options": axes,
-            "allow_nan": bool(how["allow_nan"]),
-        }
-        wanted = recipe.make_sweep(fields, "the command line")
+    def plans(choice: Any, axes: dict[str, Any], model: str, source: Source) -> list[tuple[Plan, str]]:
+        lengths = {"input_len": how["input_len"], "output_len": how["output_len"]}
+        wanted = options.sweep_of(how, model=model, offload=choice, options=axes, **lengths)
         jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
         if not jobs:
             raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
@@ -185,10 +137,10 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
         return [(make_plan(case, source.spec, machine, nvme_path), target) for case, target in cases]
 
     for choice in options.offload_choices(offload, gpu_weights):
-        ((reference, target),) = plans(choice, how["reference"], how["model"], source)
+        ((reference, target),) = plans(choice, {}, how["model"], source)
         settings = plans(choice, how["settings"], how["model"], source) if how["settings"] else []
         for copy in copies:
-            settings += plans(choice, how["settings"] or how["reference"], copy.spec.name, copy)
+            settings += plans(choice, how["settings"], copy.spec.name, copy)
         # What equals the reference says nothing that comparing it with itself in halves does not.
         others = [plan for plan, _ in settings if plan.case != reference.case] or [plan for plan, _ in settings]
         refused = next((plan for plan in (reference, *others) if not plan.fits), None)

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import click
 
+from zinfer.analysis.study import wrong
 from zinfer.commands import options
+from zinfer.commands.failure import Failure
 from zinfer.commands.study import keep, present
+from zinfer.core.errors import INTEGRITY
 
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
 @options.record("codec")
-def command(checkpoints: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+def command(checkpoints: tuple[Path, ...], output: Path | None) -> None:
     """Measure size and speed of losslessly coded weights, and whether coding pays.
 
     Drawn weights are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors file), floats cast
@@ -23,17 +26,10 @@ def command(checkpoints: tuple[Path, ...], output: Path | None, as_json: bool) -
     zinfer study codec
     zinfer study codec ./my-checkpoint
     """
-    from zinfer.analysis.study import PublishedCodec, codecs, wrong
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.out import console, table
-    from zinfer.core.errors import INTEGRITY
-    from zinfer.worker import codec
+    from zinfer.worker import codec  # with torch
 
     run = codec.measure(checkpoints, lambda what: click.echo(f"measuring {what}", err=True))
     keep(run, output)
-    present(run, as_json)
-    if not as_json:
-        others = [codec.cells for codec in codecs()]
-        console().print(table("published by others, not measured here", PublishedCodec.columns, others))
+    present(run)
     if names := wrong(run):
         raise Failure(f"{', '.join(names)}: the codec returned other bits", INTEGRITY)

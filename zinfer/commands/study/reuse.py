@@ -1,20 +1,25 @@
 """`zinfer study reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import click
 
+from zinfer.analysis.study import measured
+from zinfer.checkpoint.source import find
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
 from zinfer.commands.study import keep, present
+from zinfer.commands.watch import Watch
+from zinfer.core.case import Workload
 from zinfer.core.errors import NOTHING, PARTIAL
-
-if TYPE_CHECKING:
-    from zinfer.commands.watch import Watch
-    from zinfer.job.sweep import LoadJob
-    from zinfer.plan.planner import Plan
-    from zinfer.record.study import Study
+from zinfer.job import sweep
+from zinfer.job.driver import Driver
+from zinfer.plan.planner import Plan
+from zinfer.record.study import Reload, Study
+from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
+from zinfer.worker.tasks import About, Facts, PrefixReuse
 
 
 def _context(word: str) -> int:
@@ -22,34 +27,22 @@ def _context(word: str) -> int:
     return options.positive(shortened) * (1024 if shortened != word.lower() else 1)
 
 
-CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
+CONTEXTS = options.comma_list("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
 
 
 @click.command("reuse", cls=options.LoadCommand)
 @options.model
-@click.option("--engine", type=options.Words(), default="stream", help=options.ENGINES_HELP)
-@click.option(
-    "--offload",
-    type=options.Words(options.OFFLOADS),
-    default="cpu",
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.",
-)
-@click.option(
-    "--context", "contexts", type=CONTEXTS, default="1k,2k,4k,8k,16k,32k", help="Context lengths in tokens; k is 1024."
-)
-@click.option(
-    "--new-tokens",
-    type=click.IntRange(min=1),
-    default=32,
-    help="Trailing tokens to compute; the rest comes from the cache.",
-)
-@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Samples a context length.")
+@option("--engine", options.Words(), options.ENGINES_HELP, default="stream")
+@option("--offload", options.Words(options.OFFLOADS), "Weights on the GPU, in host memory, on NVMe.", default="cpu")
+@option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
+@option("--new-tokens", options.COUNT, "Trailing tokens to compute; the rest comes from the cache.", default=32)
+@option("--repeats", options.COUNT, "Samples a context length.", default=3)
 @options.load_options
 @options.weights
 @options.timeout(3600, "a load or a context")
 @options.record("reuse")
 @click.pass_obj
-def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
+def command(debug: bool, /, output: Path | None, **how: Any) -> None:
     """Measure TTFT with a conversation's KV cache kept, and computed again.
 
     The cache of each context length is kept in host memory. Reports the length from which on a reload wins. Runs are
@@ -59,26 +52,16 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     zinfer study reuse --model bloom-176b --layers 14 --context 1k,2k
     zinfer study reuse --model ./my-checkpoint --offload none,cpu
     """
-    from zinfer.analysis.study import measured
-    from zinfer.checkpoint.source import find
-    from zinfer.commands.watch import Watch
-    from zinfer.job import recipe, sweep
-    from zinfer.record.study import Reload
-
     contexts, nvme_path = tuple(sorted(set(how["contexts"]))), how["nvme_path"]
     options.check_nvme(how["offload"], nvme_path)
     if contexts[0] <= how["new_tokens"]:
         raise click.UsageError(f"--context {contexts[0]} has to exceed --new-tokens {how['new_tokens']}")
-    if len(weights := how["weights"] or ("as-released",)) > 1:
+    weights: Any = how["weights"] or ("as-released",)
+    if len(weights) > 1:
         raise click.UsageError("reuse takes one value for --weights")
-    load_format = cast("Any", how["load_format"] or "auto")
-    source = find(how["model"], how["dtype"], how["layers"], load_format, weights=cast("Any", weights[0]))
-    fields = {
-        "model": (how["model"],), "engine": how["engine"], "offload": how["offload"], "input_len": contexts,
-        "output_len": (1,), "layers": (how["layers"],), "gpu_weights": how["gpu_weights"] or (None,),
-        "options": how["settings"], "allow_nan": bool(how["allow_nan"]), "weights": weights,
-    }  # fmt: skip
-    wanted = recipe.make_sweep(fields, "the command line")
+    load_format: Any = how["load_format"] or "auto"
+    source = find(how["model"], how["dtype"], how["layers"], load_format, weights=weights[0])
+    wanted = options.sweep_of(how, offload=how["offload"], input_len=contexts, output_len=1)
     machine = options.this_machine(nvme_path)
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
@@ -92,7 +75,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
             runs.append(_run(job, watch, debug, how))
             keep(runs[-1], output)
     for run in runs:
-        present(run, as_json)
+        present(run)
     done = sum(len(measured(run)) for run in runs)
     if not done:
         raise Failure(next(point.skipped for run in runs for point in run.of(Reload) if point.skipped), NOTHING)
@@ -100,13 +83,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
         raise Failure(f"{lost} of {reasons.count(None)} context lengths failed; the others are recorded", PARTIAL)
 
 
-def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":
-    from zinfer.core.case import Workload
-    from zinfer.job.driver import Driver
-    from zinfer.record.study import Reload, Study
-    from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
-    from zinfer.worker.tasks import About, Facts, PrefixReuse
-
+def _run(job: sweep.LoadJob, watch: Watch, debug: bool, how: dict[str, Any]) -> Study:
     spec, start, facts, failed = job.plan.model, study_header(job.plan.case.engine), Facts(), ""
     points: list[Reload] = []
     plans = [job.planner.at(case.workload) for case in job.cases]
@@ -143,7 +120,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
     )  # fmt: skip
 
 
-def _why_not(plan: "Plan") -> str | None:
+def _why_not(plan: Plan) -> str | None:
     length, positions = plan.case.workload.input_len, plan.model.max_position
     if positions is not None and length > positions:
         return f"{plan.model.name} has {positions:,} positions"

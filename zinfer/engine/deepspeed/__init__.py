@@ -1,23 +1,19 @@
 """DeepSpeed's ZeRO-Inference: ZeRO stage 3, weights in pinned memory or files.
 
-A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
-for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
-next copy is issued, so few large fetches beat many small ones. The tuned settings, all of them public ones of
-DeepSpeed, do this for decode:
+Before a module runs, the host waits for the stream of all fetches, prefetches included, and then issues the next
+bucket: the link idles meanwhile, so few large fetches beat many small ones. The tuned settings, all of them public ones
+of DeepSpeed, do this for decode:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
 * the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
   example's `stage3_max_live_parameters` is less than one matrix: hardly anything is prefetched);
 * vectors (norms, biases) persist on the device;
-* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
-  tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
+* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice.
 
-With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours, as that of the other engines does:
-torch's allocator, which DeepSpeed asks otherwise, rounds each weight up to a power of two and touches it with few
-threads. Steps are the same.
-
-On several GPUs each rank has its part of every weight, and a fetch is a copy of that part and an all-gather. Here the
-leader of the ranks loads the weights, and `zero.Init` broadcasts each before it is divided.
+With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours: torch's allocator, which it asks
+otherwise, rounds each weight up to a power of two. On several GPUs each rank has its part of every weight, and a fetch
+is a copy of that part and an all-gather; the leader loads the weights, and `zero.Init` broadcasts each before it is
+divided.
 
 Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py` (NoGatherHandle).
 """
@@ -26,7 +22,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,9 +36,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
 from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
-from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes, set_pinned_allocator
-from zinfer.engine.positions import Probe
+from zinfer.engine.deepspeed.world import Partition, check_async_io, check_dtype, modules_under_way, prepare
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
@@ -53,18 +48,14 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed(Decoder[DecoderBatch]):
-    """Engine `deepspeed`: weights on the device, in host memory or files.
-
-    `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
-    above. Raises EngineError if the system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses
-    the model.
-    """
+    """Engine `deepspeed`: weights on the device, in host memory or files. `tuned=False` takes the settings of
+    DeepSpeed's own example (run_model.py of its zero_inference) instead of those above. Raises EngineError if the
+    system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses the model."""
 
     several: ClassVar[str] = "zinfer.engine.deepspeed.team:DeepSpeedTeam"
     options: DeepSpeedOptions
     calls = 0  # forward passes of the model that have begun
     _folder: Scratch | None = None
-    _world: World | None = None
     _engine: Any = None
     _arena: PinnedArena | None = None
     _fetched = _streamed_per_step = 0
@@ -75,9 +66,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
 
     def _load(self) -> None:
         self._parameters: dict[str, Any] = {}
-        self._allocator = set_pinned_allocator()
         self._pinned_before = pinned_bytes()
-        self._world = World(self.device, self.progress, self._group)
+        for undo in (empty_pinned_cache, gc.collect):
+            self._opened.callback(undo)
+        prepare(self.device, self._opened, self.progress, self._group)
         with redirect_stdout(sys.stderr):
             self._initialize()
 
@@ -105,18 +97,21 @@ class DeepSpeed(Decoder[DecoderBatch]):
         if case.offload == "nvme":
             check_async_io()
             self._folder = offload_folder(self.plan.nvme_path)
+            self._opened.callback(self._folder.cleanup)
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         if case.offload == "cpu" and self.options.pin_memory:
             max_bytes = sum(state.entries[name].tensor.nbytes + ALIGNMENT for name in self._offloaded)
             self._arena = PinnedArena(max_bytes, self.device.type == "cuda", self.progress, grow=True)
+            self._opened.callback(self._arena.close)
+        self._opened.callback(self._free_weights)
+        self._opened.callback(self._unlist)
         partition = {True: Partition(config, self._arena), False: Partition(config | {"zero_optimization": zero})}
         bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
         if bits is not None:
             check_dequantizer(self.plan.model.dtype, self.device)
         self._inspect()
-        self._probe = self._probed_alone(state)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._stored(state):
             if state.entries[name].is_parameter:
@@ -140,65 +135,41 @@ class DeepSpeed(Decoder[DecoderBatch]):
             self._engine = deepspeed.initialize(model=self.model, config=config)[0]
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed cannot run {self.plan.model.name}: {error}") from error
+        self._opened.callback(lambda: self._engine.destroy())
         for name, buffer in buffers.items():  # DeepSpeed before 0.19 casts them to the weights' type
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer
         self._settings = _settings(config)
         self._ready()
 
-    def _probed_alone(self, state: ModelState) -> Probe:
-        """Probe the model before it has weights.
-
-        DeepSpeed records the order in which modules run. What the model does with positions does not depend on the
-        weights, as long as those of two tokens differ. Random ones are faster than to read or make real ones; each row
-        begins one number after the row before.
-        """
-        outside = [entry for entry in state.outside.values() if entry.is_parameter] if self._counts else []
-        dice = torch.Generator().manual_seed(0)
-        try:
-            for entry in outside:
-                shape = entry.tensor.shape
-                numbers = torch.randn(sum(shape) + 1, generator=dice).to(entry.tensor.dtype)
-                entry.put(numbers.as_strided(shape, [1] * len(shape)))
-            return self._probed(state.layers[0], torch.device("cpu"))
-        finally:
-            for entry in outside:
-                entry.put(entry.tensor)
-
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name; a follower's are zeros for `zero.Init` to fill."""
         group = self._group
-        if group is not None and group.rank:
-            while (header := group.share(None)) != _END:
-                name, shape, dtype = header
-                tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-                if not state.entries[name].is_parameter:
-                    group.broadcast(tensor)
-                yield name, tensor
+        if group is None:
+            yield from state.load(self.device, self.progress)
             return
-        for name, loaded in state.load(self.device, self.progress):
-            if group is not None:
-                group.share((name, loaded.shape, loaded.dtype))
-                if not state.entries[name].is_parameter:
-                    group.broadcast(loaded.to(self.device))
-            yield name, loaded
-        if group is not None:
-            group.share(_END)
+        loaded: Iterator[tuple[str, Tensor]] = iter(()) if group.rank else state.load(self.device, self.progress)
+        while True:
+            name, tensor = next(loaded, ("", None))
+            header = group.share((name, tensor.shape, tensor.dtype) if tensor is not None else None)
+            if header is None:
+                return
+            name, shape, dtype = header
+            if tensor is None:
+                tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            if not state.entries[name].is_parameter:
+                tensor = tensor.to(self.device)
+                group.broadcast(tensor)
+            yield name, tensor
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
-        """Return the linear modules of the layers by name.
-
-        Raises EngineError if there are none that divide into groups.
-        """
+        """Return the linear modules of the layers by name. Raises EngineError if they do not divide into groups."""
         names = {id(module): name for name, module in self.model.named_modules()}
         linears = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
-        for name, module in linears.items():
-            if module.in_features % GROUP:
-                raise EngineError(
-                    f"DeepSpeed's quantised weights are groups of {GROUP}: {name} has {module.in_features} inputs"
-                )
-        if not linears:
-            raise EngineError(f"DeepSpeed quantises linear modules, and the layers of {self.plan.model.name} have none")
+        inputs = {name: module.in_features for name, module in linears.items() if module.in_features % GROUP}
+        if inputs or not linears:
+            what = "no linear modules" if not linears else "{} has {} inputs".format(*next(iter(inputs.items())))
+            raise EngineError(f"DeepSpeed quantises linear modules in groups of {GROUP}: {what}")
         return linears
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
@@ -320,27 +291,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
             settings={
                 **self._settings,
                 "leaf_layers": self.options.tuned,
-                **({"pinned_allocator": self._allocator} if arena is None else {"numa_node": arena.numa_node}),
+                **({} if arena is None else {"numa_node": arena.numa_node}),
                 "attention": self.model.config._attn_implementation,
             },
         )
-
-    def close(self) -> None:
-        with ExitStack() as stack:  # in reverse order, each even if one before it fails
-            stack.callback(empty_pinned_cache)
-            stack.callback(gc.collect)
-            if self._folder is not None:
-                stack.callback(self._folder.cleanup)
-            if self._world is not None:
-                stack.callback(self._world.close)
-            if self._arena is not None:
-                stack.callback(self._arena.close)
-            stack.callback(super().close)
-            stack.callback(self._unlist)
-            if self._engine is not None:
-                stack.callback(self._engine.destroy)
-            self._free_weights()
-            self._folder = self._engine = self._arena = None
 
     def _free_weights(self) -> None:
         """Free the weights' memory, which DeepSpeed's caches may refer to."""
@@ -351,15 +305,12 @@ class DeepSpeed(Decoder[DecoderBatch]):
         swappers = {id(s): s for p in self._parameters.values() if (s := getattr(p, "nvme_swapper", None)) is not None}
         for swapper in swappers.values():
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
-        self._parameters = {}
+        self._parameters, self._engine = {}, None
 
     def _unlist(self) -> None:
         """Take the model off DeepSpeed's list of running modules."""
         stack, model = modules_under_way(), getattr(self, "model", None)
         stack[:] = [module for module in stack if module is not model]
-
-
-_END = ("end", None, None)  # ends the headers of tensors
 
 
 def _bytes(parameter: Any) -> int:

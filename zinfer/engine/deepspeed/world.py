@@ -6,74 +6,46 @@ import sys
 from contextlib import ExitStack, redirect_stdout, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
-from zinfer.core.progress import Progress, silent
+from zinfer.core.progress import Progress, note, silent
 from zinfer.engine import EngineError
-from zinfer.engine.deepspeed import compiling
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 
-class World:
-    """Process group and a launcher's environment, until `close`.
-
-    The group has one process, or the ranks of `group`. Engines that are open at once share it: the first one sets it
-    up, the last one to close restores the old state. If the set-up fails, its changes are undone at once. Raises
-    EngineError where a group would have to be shared.
-    """
-
-    _open: ClassVar[list["World"]] = []
-    _shared: ClassVar[ExitStack] = ExitStack()  # changes that the last one to close undoes
-    _several: ClassVar[bool] = False  # of several processes
-
-    def __init__(self, device: torch.device, progress: Progress = silent, group: "Group | None" = None) -> None:
-        if self._open and (group is not None or self._several):
-            raise EngineError("DeepSpeed on several GPUs is alone in its process")
-        if not self._open:
-            with ExitStack() as undo:
-                compiling.watch(progress, undo.callback)
-                _prepare(device, undo, group)
-                World._several = group is not None
-                World._shared = undo.pop_all()
-        self._open.append(self)
-
-    def close(self) -> None:
-        """Leave; the last one undoes all changes. Safe to call twice."""
-        if self in self._open:
-            self._open.remove(self)
-            if not self._open:
-                self._shared.close()
-
-
-def _prepare(device: torch.device, undo: ExitStack, group: "Group | None") -> None:
-    """Set up DeepSpeed; `undo` gets a callback for each change."""
+def prepare(device: torch.device, undo: ExitStack, progress: Progress = silent, group: "Group | None" = None) -> None:
+    """Set up the environment of a launcher, and a process group. The group has this process alone, or the ranks of
+    `group`; `undo` restores the old state. Raises EngineError beside another group, which all engines would share."""
+    if dist.is_initialized():
+        raise EngineError("engine deepspeed is alone in its process: close the other one first")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # its ops are built with ninja
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     # Each process sees its own GPU as the first one.
     launcher = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": size, "DS_ACCELERATOR": device.type, "PATH": path}
-    undo.callback(_restore, {name: os.environ.get(name) for name in launcher})
-    os.environ.update({name: str(value) for name, value in launcher.items()})
+    undo.enter_context(patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}))
+    for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).rglob("lock"):
+        note(progress, f"{lock}: another process compiles this operator of DeepSpeed; if none does, delete the file")
     with redirect_stdout(sys.stderr):
         import deepspeed
 
         if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile, and is not used
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
+        undo.callback(_leave_group)
+        _count_anew()
         if group is not None:
-            _count_anew()
             group.join()
-            undo.callback(_leave_group)
-        elif not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            undo.callback(_leave_group)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         deepspeed.init_distributed(backend, auto_mpi_discovery=False)
     for handler in logging.getLogger("DeepSpeed").handlers:  # made before, if another package imported DeepSpeed
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
@@ -90,23 +62,13 @@ def _count_anew() -> None:
         default[0] = 0  # a list, in which it counts
 
 
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def _leave_group() -> None:
     """Destroy the process group, and DeepSpeed's references to it."""
-    if not dist.is_initialized():
-        return
     import deepspeed
 
     if deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
-    else:
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -158,10 +120,8 @@ def check_async_io() -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine.
-
-    The types that a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins.
-    """
+    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine. The types that
+    a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

@@ -10,21 +10,19 @@ of bounded size at a time.
 import json
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import quantization, tokenizer_files
 from zinfer.checkpoint.configuration import without_code
-from zinfer.checkpoint.headers import INDEX, Checkpoint
+from zinfer.checkpoint.headers import INDEX, QUANTIZATION, Checkpoint
 from zinfer.checkpoint.quantization import Scheme
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress, silent
@@ -37,7 +35,6 @@ from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object
 
 SHARD_BYTES = 2_000_000_000  # largest file, unless one tensor alone is larger; host memory holds it several times
-READ_BYTES = 1 << 30  # stored tensors that are read together
 MARK = "zinfer-pack"  # file that names the others which `write` made, so that it may replace them
 COPIED = 16 << 20  # bytes of a tokenizer's file that are copied at a time
 
@@ -53,11 +50,8 @@ class Written(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Stored tensors to quantise.
-
-    `size` columns share a scale in all of them (int4), `ignored` are the linear modules of the model that are not
-    quantised, and `kept` the stored matrices of its layers that are not.
-    """
+    """Stored tensors to quantise. `size` columns share a scale in all of them (int4), `ignored` are the linear modules
+    of the model that are not quantised, and `kept` the stored matrices of its layers that are not."""
 
     scheme: Scheme
     names: frozenset[str]
@@ -74,12 +68,9 @@ class _Choice(NamedTuple):
 
 
 def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice:
-    """Return the choice of stored tensors to quantise.
-
-    These are weights of linear modules in the decoder layers, and matrices of experts; none of routers, and none that
-    layers share. Raises EngineError, in one line, for a model whose layers have none, and for experts in one stored
-    tensor.
-    """
+    """Return the choice of stored tensors to quantise. These are weights of linear modules in the decoder layers, and
+    matrices of experts; none of routers, and none that layers share. Raises EngineError, in one line, for a model whose
+    layers have none, and for experts in one stored tensor."""
     spec, wanted = state.spec, getattr(torch, state.spec.dtype)
     entries = {name: entry for entry in state.entries.values() for name in entry.names}
     names, sizes, modules, kept = list[str](), set[int](), set[str](), list[str]()
@@ -115,12 +106,7 @@ def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice
 
 
 def write(
-    spec: ModelSpec,
-    revision: str,
-    folder: Path,
-    scheme: Scheme,
-    device: torch.device,
-    progress: Progress = silent,
+    spec: ModelSpec, revision: str, folder: Path, scheme: Scheme, device: torch.device, progress: Progress = silent
 ) -> Written:
     """Write a quantised copy of `spec`'s checkpoint into `folder`.
 
@@ -137,35 +123,42 @@ def write(
     state, dtype = ModelState(spec, "safetensors"), getattr(torch, spec.dtype)
     choice = choose(state, checkpoint, scheme)
     parts = {name: choice.parts(name, empty_tensor(name, info), dtype) for name, info in checkpoint.tensors.items()}
-    split = split_state_dict_into_shards_factory(
-        {name: part for several in parts.values() for name, part in several.items()},
-        get_storage_size=lambda part: part.nbytes, filename_pattern="model{suffix}.safetensors",
-        max_shard_size=SHARD_BYTES,
-    )  # fmt: skip
-    tokenizer = tokenizer_files.files(source)
     sizes = {name: sum(part.nbytes for part in several.values()) for name, several in parts.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_BYTES
+    )
+    shards = {file: tuple(names) for file, names in split.filename_to_tensors.items()}
+    tokenizer = tokenizer_files.files(source)
     replaced = _replaceable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     free, total = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in replaced), sum(sizes.values())
     if free < total:
         raise EngineError(f"{folder} has {gb(free)} free, and {gb(total)} are needed: name another folder with -o")
-    made = [*split.filename_to_tensors, *([INDEX] if split.is_sharded else []), *(path.name for path in tokenizer)]
+    made = [*shards, *([INDEX] if split.is_sharded else []), *(path.name for path in tokenizer)]
     origin = f"{Path(spec.name).name} ({revision}) in {scheme}, by zinfer pack --weights"
     (folder / "config.json").unlink(missing_ok=True)
     for file in replaced:
         file.unlink(missing_ok=True)
     try:
         atomic.write(folder / MARK, json.dumps({"origin": origin, "files": made}))
-        for name, tensors in _shards(checkpoint, choice, dtype, split, device, progress):
+        contents = read_groups(checkpoint, list(shards.values()), [partial(check_finite, checkpoint)])
+        for number, (name, content) in enumerate(zip(shards, contents, strict=True), start=1):
+            tensors = dict[str, Tensor]()
+            for stored, tensor in content.items():
+                moved = tensor[...].to(device) if stored in choice.names else tensor[...]
+                for part, values in choice.parts(stored, moved, dtype).items():
+                    tensors[part] = values.to("cpu").contiguous()
             atomic.write(folder / name, save(tensors, {"format": "pt"}))
+            progress(f"writing {choice.scheme} weights", number / len(shards))
         for path in tokenizer:
-            with open_regular(path) as content, atomic.writing(folder / path.name) as stream:
-                shutil.copyfileobj(content, stream, COPIED)
+            with open_regular(path) as opened, atomic.writing(folder / path.name) as stream:
+                shutil.copyfileobj(opened, stream, COPIED)
         if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            files = {part: file for name, file in split.tensor_to_filename.items() for part in parts[name]}
+            index = {"metadata": split.metadata, "weight_map": files}
             atomic.write(folder / INDEX, json.dumps(index))
         config = without_code(dict(checkpoint.config), spec.name)
-        for key in (*quantization.KEYS, "torch_dtype", "transformers_weights"):
+        for key in (*QUANTIZATION, "torch_dtype", "transformers_weights"):
             config.pop(key, None)
         settings = quantization.scheme(scheme, choice.size) | {"ignore": list(choice.ignored)}
         config |= {"dtype": spec.dtype, "quantization_config": settings}
@@ -195,40 +188,3 @@ def _replaceable(folder: Path) -> list[Path]:
         raise EngineError(f"{folder} holds other files than a copy that zinfer made: name a new folder with -o")
     files = [folder / name for name in names if isinstance(name, str) and name == Path(name).name and name != MARK]
     return [file for file in files if file.is_file() or file.is_symlink()]
-
-
-def _shards(
-    checkpoint: Checkpoint,
-    choice: _Choice,
-    dtype: torch.dtype,
-    split: StateDictSplit,
-    device: torch.device,
-    progress: Progress,
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the name and the tensors of each file of the copy."""
-    total, done = sum(info.end - info.start for info in checkpoint.tensors.values()), 0
-    pending: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    groups = list(_groups(checkpoint))
-    for content in read_groups(checkpoint, groups, [partial(check_finite, checkpoint)]):
-        for name, stored in content.items():
-            tensor = stored if isinstance(stored, Tensor) else stored[...]
-            moved = tensor.to(device) if name in choice.names else tensor.clone()
-            for part, values in choice.parts(name, moved, dtype).items():
-                file = split.tensor_to_filename[part]
-                pending[file][part] = values.to("cpu").contiguous()
-                if len(pending[file]) == len(split.filename_to_tensors[file]):
-                    yield file, pending.pop(file)
-            done += tensor.nbytes
-            progress(f"writing {choice.scheme} weights", done / total)
-
-
-def _groups(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
-    """Yield the stored tensors in groups that are read together."""
-    group, size = list[str](), 0
-    for name, info in checkpoint.tensors.items():
-        if group and size + info.end - info.start > READ_BYTES:
-            yield tuple(group)
-            group, size = [], 0
-        group.append(name)
-        size += info.end - info.start
-    yield tuple(group)

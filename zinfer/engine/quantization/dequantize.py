@@ -6,6 +6,7 @@ Values equal those of each format's own library to the bit.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,9 @@ class Codes:
 
     def to(self, device: torch.device) -> "Codes":
         """Return a copy on `device`."""
-        optional = (None if tensor is None else tensor.to(device, copy=True) for tensor in (self.zeros, self.order))
-        numbers, scales = self.numbers.to(device, copy=True), self.scales.to(device, copy=True)
-        zeros, order = optional
-        return replace(self, numbers=numbers, scales=scales, zeros=zeros, order=order)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+        return replace(self, **moved)
 
 
 def dequantize(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,7 @@
 """Weights that a load itself stores quantised: random codes, rounded weights.
 
-The stored tensors are those of `zinfer.checkpoint.quantized_bytes`, one matrix at a time, so that formats mean the same
-as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the
-link.
+The stored tensors are those of `zinfer.checkpoint.quantized_tensors`, one matrix at a time, so that formats mean the
+same as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them over the link.
 """
 
 import zlib
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint.architecture import MatrixFinder
-from zinfer.checkpoint.headers import CheckpointError
-from zinfer.checkpoint.quantized_bytes import Header, Quantization
-from zinfer.checkpoint.quantized_tensors import QuantizedWeight
+from zinfer.checkpoint.headers import CheckpointError, TensorInfo
+from zinfer.checkpoint.quantized_tensors import Quantization, QuantizedWeight
 from zinfer.core.model import ModelSpec, Weights
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
 from zinfer.engine.quantization.quantize import quantize
@@ -45,14 +43,12 @@ POWERS = (torch.uint8, torch.float8_e8m0fnu)  # types of scales that are exponen
 
 
 class CodedMatrix(NamedTuple):
-    """A matrix of an entry.
-
-    `name` is that of its module; it is stored as `weight` says, in tensors with `headers` by their role.
-    """
+    """A matrix of an entry. `name` is that of its module; it is stored as `weight` says, in tensors with `headers` by
+    their role."""
 
     name: str
     weight: QuantizedWeight
-    headers: Mapping[str, Header]
+    headers: Mapping[str, TensorInfo]
 
 
 def coded_entries(
@@ -81,11 +77,9 @@ def coded_entries(
 def random_entry(
     entry: Tensor, matrices: Sequence[CodedMatrix], std: float, stored: bool, generator: torch.Generator
 ) -> Tensor | tuple[Codes, ...]:
-    """Return an entry with random codes and scales, on the generator's device.
-
-    Its weights have a mean of 0 and a standard deviation of `std`; the seed is the name of each matrix. With `stored`
-    it comes as it crosses the link, if it can.
-    """
+    """Return an entry with random codes and scales, on the generator's device. Its weights have a mean of 0 and a
+    standard deviation of `std`; the seed is the name of each matrix. With `stored` it comes as it crosses the link, if
+    it can."""
     parts = (random_parts(matrix, std, generator) for matrix in matrices)
     return _assembled(entry, matrices, parts, stored, generator.device)
 
@@ -93,10 +87,8 @@ def random_entry(
 def rounded_entry(
     name: str, tensor: Tensor, matrices: Sequence[CodedMatrix], scheme: Weights, stored: bool
 ) -> Tensor | tuple[Codes, ...]:
-    """Return an entry whose weights `tensor` are rounded to codes of `scheme`.
-
-    `stored` is as in `random_entry`. Raises CheckpointError for NaN and infinity.
-    """
+    """Return an entry whose weights `tensor` are rounded to codes of `scheme`. `stored` is as in `random_entry`. Raises
+    CheckpointError for NaN and infinity."""
     rows = tensor.flatten(0, -2).split([matrix.weight.shape[-2] for matrix in matrices])
     parts = (_rounded(name, part, matrix.weight, scheme) for part, matrix in zip(rows, matrices, strict=True))
     return _assembled(tensor, matrices, parts, stored, tensor.device)
@@ -163,7 +155,7 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
     return parts
 
 
-def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
+def _table_of(weight: QuantizedWeight, headers: Mapping[str, TensorInfo]) -> str:
     """Return the name of the table that a weight's codes stand for."""
     signed = "int8" if weight.bits == 8 else "e2m1"
     tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": signed, "U8": "e2m1", "I32": f"middle{weight.bits}"}

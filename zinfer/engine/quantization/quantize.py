@@ -2,10 +2,7 @@
 
 Weights are rounded to the nearest code, without calibration data. Scales are symmetric: the largest magnitude that they
 cover, over half the range of the codes. They are rounded to their type before codes are chosen, so that no error comes
-twice. `zinfer.checkpoint.quantization` and `zinfer.engine.quantization.dequantize` read the result as they read any
-released checkpoint.
-
-Source: compressed-tensors, `calculate_qparams` and the formats pack-quantized, int-quantized and float-quantized.
+twice. Source: compressed-tensors, `calculate_qparams`, formats pack-quantized, int-quantized and float-quantized.
 """
 
 import torch

@@ -68,7 +68,7 @@ class Stream(SharedPasses):
         split_by_tokens(self._layers, plan.placement.pass_tokens)
         self._inspect()
         self._ragged = Ragged(self.model, self._layers, self._accepted, device)
-        self._ragged.able = self._ragged.able and not self._counts_padding
+        self._ragged.able = self._ragged.able and self._knows_padding
         recorder: graphs.Recorder | str = "weights cross the link" if self._group is not None else "off"
         if self._group is None and options.cuda_graphs == "auto":
             recorder = graphs.recorder_of(device)
@@ -98,7 +98,7 @@ class Stream(SharedPasses):
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
-        self._ready(self._layers[0])
+        self._ready()
 
     def _check_options(self) -> None:
         """Raise EngineError for options that are not for this model or machine; decide on others anew."""
@@ -141,7 +141,7 @@ class Stream(SharedPasses):
         self._opened.callback(source.close)
         self._opened.callback(ring.close)
         if self.plan.placement.codec == "lossless" and self._group is None:
-            self._products = PackedProducts(self.device)
+            self._products = PackedProducts(self.device, self.progress)
         attach = ring.attach if self._products is None else partial(self._products.attach, ring)
         for number, layer in enumerate(self._layers):
             attach(number, layer, state.of_layer(number))
@@ -259,7 +259,7 @@ class Stream(SharedPasses):
             layers = 2 if self._pool is not None or self._holds_two_layers() else 1
             staging = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
             buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
-        pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
+        pool, products, experts = self._pool, self._products, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         stay = placement.resident_layers, placement.unpacked_layers
         if not ring.keeps(*stay) or (pool is not None and experts != (pool.staging, pool.cached)):
@@ -267,6 +267,8 @@ class Stream(SharedPasses):
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
         ring.keep(*stay)
+        if products is not None:
+            products.prepare(ring)
         ring.hold(placement.host_layers, self.progress)
         ring.resize(buffers)
         if pool is not None:
@@ -394,9 +396,7 @@ class Stream(SharedPasses):
             return {}
         if self._products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
-        staying = set(range(len(ring.layers))).difference(ring.streamed)
-        served = self._products.status != "on" or self._products.serves(staying)
-        return {"packed_kernel": self._products.status if served else "no weights that it reads"}
+        return self._products.settings(set(range(len(ring.layers))).difference(ring.streamed))
 
     def effective(self) -> Effective:
         mixture, few, pool = self.plan.model.num_experts > 1, self._few_experts, self._pool
@@ -421,10 +421,10 @@ class Stream(SharedPasses):
         if streamed and self.plan.placement.codec == "lossless":
             layers = [ring.layers[index] for index in ring.streamed]
             delivered = sum(block.size for packed in layers for block in packed.blocks.values())
-        kept = buffer = 0
+        kept, buffer = self._products.nbytes if self._products is not None else 0, 0
         if pool is not None:
             delivered, wire = delivered + round(pool.per_step("delivered")), wire + round(pool.per_step("wire"))
-            kept, buffer = pool.kept_bytes, pool.layer_buffer.nbytes
+            kept, buffer = kept + pool.kept_bytes, pool.layer_buffer.nbytes
         elif mixture:
             settings["experts"] = "all"
         return Effective(

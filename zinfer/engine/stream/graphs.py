@@ -40,7 +40,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
-from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
@@ -649,8 +648,7 @@ class Graphs:
                 within = bias(memory.seen_within(window, count), dtype)
                 mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
             caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype)))
-        lengths = graph.positions + 1  # each token is turned as in a step of its own
-        with caches as cache, self._surrounding(), self._kernels(), turned_by(lengths):
+        with caches as cache, self._surrounding(), self._kernels():
             inputs: dict[str, object] = {
                 "input_ids": graph.token_ids,
                 "attention_mask": mask,

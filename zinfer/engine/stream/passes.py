@@ -22,7 +22,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.cache import RowCache
 from zinfer.engine.decoder import Decoder, DecoderBatch, Part
-from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
 from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.graphs import Graphs
@@ -290,8 +289,7 @@ class SharedPasses(Decoder[StreamBatch]):
             "use_cache": True,
         }
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        with turned_by(self._lengths(parts)):
-            logits: Tensor = self.model(**inputs).logits
+        logits: Tensor = self.model(**inputs).logits
         return logits[:, -parts[0].keep :]
 
 

@@ -18,30 +18,25 @@ from zinfer.engine.kv_snapshot import Past
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.attention import Cache
 from zinfer.engine.tensorrt.build import plan_key
-from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
+from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor
 from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 
 
 class TensorRTBatch(MicroBatch):
-    """A micro-batch of the `tensorrt` engine. `mask` ``[B, capacity]`` is False at padding and forgotten positions,
-    `key_positions` are the real ones' numbers."""
+    """Micro-batch of the `tensorrt` engine. `mask` ``[B, capacity]`` is False at padding."""
 
     def __init__(self, mask: Tensor, capacity: int, cache: Cache) -> None:
         super().__init__(mask.shape[0], mask.shape[1], capacity)
         self.cache: Cache | None = cache
         self.mask = torch.ones((self.batch_size, capacity), dtype=torch.bool, device=mask.device)
         self.mask[:, : self.prompt_len] = mask.bool()
-        self.count_positions()
-
-    def count_positions(self) -> None:
         self.key_positions = (self.mask.cumsum(-1) - 1).clamp(min=0).int()
 
 
 class TensorRT(Engine[TensorRTBatch]):
-    """Engine that runs the plan which serves the case. Raises EngineError, with the command that builds such a plan,
-    where there is none."""
+    """Engine that runs the plan which serves the case. Raises EngineError, with a remedy, where there is none."""
 
     options: TensorRTOptions
     _executor: Executor | None = None
@@ -63,16 +58,12 @@ class TensorRT(Engine[TensorRTBatch]):
         return find_library().why_not(torch.cuda.get_device_capability())
 
     def _find_plan(self) -> planfile.PlanFile:
-        case, spec = self.plan.case, self.plan.model
-        workload = case.workload
-        key = plan_key(
-            self._library, case.model, spec, case.load_format, case.layers, workload.batch_size, workload.total_len
-        )
+        case, load = self.plan.case, self.plan.case.workload
+        shape = case.layers, load.batch_size, load.total_len
+        key = plan_key(self._library, case.model, self.plan.model, case.load_format, *shape)
         file = planfile.find(key, self.options.plan)
         if file.allow_nan and not case.allow_nan:
-            raise EngineError(
-                f"{file.path} was built with --allow-nan: add it here, or build the plan again without it"
-            )
+            raise EngineError(f"{file.path} was built with --allow-nan: add it here, or build the plan again without")
         return file
 
     def _make_executor(self) -> Executor:
@@ -82,14 +73,14 @@ class TensorRT(Engine[TensorRTBatch]):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> TensorRTBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TensorRTBatch:
         if past:
             raise EngineError(self.cannot_snapshot() or "")
-        mask = attention_mask.to(self.device)
-        self._check_shapes(len(mask), capacity)
-        key = self.file.key
+        mask, key = attention_mask.to(self.device), self.file.key
+        for name, asked in (("max_batch_size", len(mask)), ("max_seq_len", capacity)):
+            if asked > (built := getattr(key, name)):
+                command = planfile.build_command(key.model_copy(update={name: asked}))
+                raise EngineError(f"{name} {asked} is more than the {built} of {self.file.path.name}. Build: {command}")
         cache = Cache(self.plan.model, len(mask), key.max_seq_len, self.device)
         self.batches.append(batch := TensorRTBatch(mask, capacity, cache))
         return batch
@@ -137,45 +128,19 @@ class TensorRT(Engine[TensorRTBatch]):
         self._executor.run(profile, wanted, outputs | {"logits": logits})
         return logits
 
-    @torch.inference_mode()
-    def rollback(self, batch: TensorRTBatch, lengths: Tensor) -> None:
-        lengths = lengths.to(self.device)
-        length = int(lengths.max())
-        if not 0 < int(lengths.min()) <= length <= batch.length:
-            raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {lengths.tolist()}")
-        batch.mask[:, :length] &= torch.arange(length, device=self.device) < lengths[:, None]
-        batch.mask[:, max(length, batch.prompt_len) :] = True  # free for real tokens again
-        batch.count_positions()
-        batch.length = length
-
     def cannot_score(self) -> str | None:
         return f"engine {self.plan.case.engine} returns the logits of the last position only"
 
     def retire(self, batch: TensorRTBatch, rows: Sequence[int] | None = None) -> None:
-        if all(batch is not other for other in self.batches):
-            return
         kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
-        if not kept:
-            self.batches = [other for other in self.batches if other is not batch]
+        if batch.cache is None or not kept:
+            self.discard(batch)
             batch.cache = None
-        elif len(kept) < batch.batch_size and batch.cache is not None:
+        elif len(kept) < batch.batch_size:
             index = torch.tensor(kept, device=self.device)
             batch.cache.keep_rows(index)
-            batch.mask, batch.batch_size = batch.mask[index], len(kept)
-            batch.count_positions()
-
-    def _check_shapes(self, batch_size: int, length: int) -> None:
-        key = self.file.key
-        if batch_size > key.max_batch_size:
-            raise EngineError(
-                f"batch {batch_size} is more than the {key.max_batch_size} that {self.file.path.name} was built for: "
-                + planfile.build_command(key.model_copy(update={"max_batch_size": batch_size}))
-            )
-        if length > key.max_seq_len:
-            raise EngineError(
-                f"{length} tokens a sequence are more than the {key.max_seq_len} that {self.file.path.name} was built "
-                "for: " + planfile.build_command(key.model_copy(update={"max_seq_len": length}))
-            )
+            batch.mask, batch.key_positions = batch.mask[index], batch.key_positions[index]
+            batch.batch_size = len(kept)
 
     def effective(self) -> Effective:
         assert self._executor is not None
@@ -184,13 +149,7 @@ class TensorRT(Engine[TensorRTBatch]):
             gpu_weight_bytes=weight_bytes - executor.streamable + executor.budget,
             host_weight_bytes=executor.streamable,  # the library keeps all in host memory, whatever the budget
             streamed_bytes_per_step=executor.streamable - executor.budget,
-            shortfall=shortfall(
-                executor.asked,
-                executor.budget,
-                executor.streamable,
-                allowed=weight_bytes - executor.streamable + executor.budget + executor.scratch,
-                taken=executor.taken,
-            ),
+            shortfall=executor.shortfall(weight_bytes),
             settings={
                 "library": f"{self._library.name} {self._library.version}",
                 "plan": self.file.path.name,

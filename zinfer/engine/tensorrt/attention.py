@@ -41,10 +41,8 @@ class Attention:
         self._length = net.gather(net.shape(mask), net.constant([1]), 0)
 
     def __call__(self, layer: int, query: Node, key: Node, value: Node) -> Node:
-        """Add attention of `layer`; return ``[B, S, heads · D]``.
-
-        Queries are ``[B, heads, S, D]``, new keys and values ``[B, kv_heads, S, D]``.
-        """
+        """Add attention of `layer`; return ``[B, S, heads · D]``. Queries are ``[B, heads, S, D]``, new keys and values
+        ``[B, kv_heads, S, D]``."""
         net, spec, trt = self.net, self.spec, self.net.trt
         query = net.multiply(query, net.scalar(1 / sqrt(spec.head_dim), 4))
         cached = []

@@ -1,9 +1,8 @@
 """Build of a plan file from a model's weights.
 
 The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
-operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of
-mapped files, which the system may drop from memory. The files are the checkpoint's own shards if they have the
-requested type; otherwise (another type, dummy weights) a scratch file next to the plan, filled one tensor at a time.
+operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of a
+mapped scratch file next to the plan, filled one tensor at a time, which the system may drop from memory.
 """
 
 import mmap
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import ModelSpec
@@ -71,12 +69,9 @@ def build(
     host_bytes: int | None = None,
     allow_nan: bool = False,
 ) -> PlanFile:
-    """Build the plan of `key` into `path`, which appears when whole.
-
-    Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
-    (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
-    Cancelled. No files are left behind after an error.
-    """
+    """Build the plan of `key` into `path`, which appears when whole. Raises EngineError for a model, a type or a shape
+    without a network, and where the disk or host memory (`host_bytes`) is too small; MemoryError or torch's
+    OutOfMemoryError when the library runs out of memory; and Cancelled. No files are left behind after an error."""
     if spec.dtype == "float32" and spec.weight_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
     if host_bytes is not None and peak_host_bytes(spec) > host_bytes:
@@ -84,8 +79,7 @@ def build(
         raise EngineError(
             f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
         )
-    spooled = _must_spool(spec, key.load_format)
-    planfile.check_space(path.parent, spec.weight_bytes * (2 if spooled else 1) + CODE_BYTES)
+    planfile.check_space(path.parent, 2 * spec.weight_bytes + CODE_BYTES)
     started = time.monotonic()
     trt, messages = library.module, Messages(library.module)
     builder = trt.Builder(messages.logger)
@@ -100,7 +94,7 @@ def build(
             raise Cancelled
         progress(what, share)
 
-    with _weights(state, spooled, path.parent, loading) as tensors:
+    with _weights(state, path.parent, loading) as tensors:
         net = make_network(library, network, state.model, spec, tensors, key.max_seq_len)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
@@ -148,28 +142,16 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
         yield profile
 
 
-def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
-    """Tell whether a scratch file has to hold the weights to map."""
-    if load_format == "dummy" or spec.directory is None:
-        return True
-    stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
-    return {DTYPE_NAMES.get(dtype) for dtype in stored} != {spec.dtype}
-
-
 @contextmanager
-def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """Provide the model's parameters and buffers, as views of mapped files."""
-    source = state.load(torch.device("cpu"), progress, mapped=not spooled)
-    if not spooled:
-        yield {name: tensor.contiguous() for name, tensor in source}  # no copy
-        return
+def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
+    """Provide the model's parameters and buffers, as views of a mapped file."""
     blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items())
     with tempfile.TemporaryFile(dir=folder) as file:
         file.truncate(size)
         mapped = mmap.mmap(file.fileno(), size)
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         views = {name: block.view(memory) for name, block in blocks.items()}
-        for name, tensor in source:
+        for name, tensor in state.load(torch.device("cpu"), progress):
             views[name].copy_(tensor)
         yield views
 

@@ -18,11 +18,9 @@ SLACK_BYTES = 1 << 30  # GPU memory that a library may take besides weights and 
 
 
 class Executor:
-    """TensorRT engine read from `file`.
-
-    With `offload`, `gpu_weights` of its streamable weights stay on the GPU (None: the library decides); else all.
-    Raises EngineError for a GPU that the library does not support and for a plan that it refuses.
-    """
+    """TensorRT engine read from `file`. With `offload`, `gpu_weights` of its streamable weights stay on the GPU (None:
+    the library decides); else all. Raises EngineError for a GPU that the library does not support and for a plan that
+    it refuses."""
 
     def __init__(
         self, library: Library, file: PlanFile, gpu_weights: str | None, offload: bool, progress: Progress = silent
@@ -56,11 +54,9 @@ class Executor:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
 
     def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Run one pass, ordered with the current stream.
-
-        All tensors are contiguous, on the device, and of the network's types. Raises EngineError for a shape that the
-        plan does not allow, RuntimeError for a pass that fails.
-        """
+        """Run one pass, ordered with the current stream. All tensors are contiguous, on the device, and of the
+        network's types. Raises EngineError for a shape that the plan does not allow, RuntimeError for a pass that
+        fails."""
         context, stream = self._context, self._stream
         stream.wait_stream(torch.cuda.current_stream())
         if profile != self._profile:
@@ -81,24 +77,20 @@ class Executor:
             raise self._messages.failure("the pass failed", RuntimeError)
         torch.cuda.current_stream().wait_stream(stream)
 
+    def shortfall(self, weight_bytes: int) -> str | None:
+        """Return how the library departed from its settings, if it did."""
+        allowed = weight_bytes - self.streamable + self.budget + self.scratch
+        if self.budget != self.asked:
+            return f"a weight budget of {gb(self.asked)} was requested, and the library set {gb(self.budget)}"
+        if self.budget < self.streamable and self.taken > 1.05 * allowed + SLACK_BYTES:
+            return f"a weight budget of {gb(self.budget)} was set, and the library took {gb(self.taken)} of the GPU"
+        return None
+
     def close(self) -> None:
         """Free the library's objects, the context first."""
         torch.cuda.synchronize()
         self._context = self._engine = self._runtime = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int) -> str | None:
-    """Return how the library departed from its settings, if it did.
-
-    It may have set another budget than `asked`, or have `taken` more GPU memory than the `allowed` bytes of weights and
-    scratch account for, as when weights that should stream are resident.
-    """
-    if budget != asked:
-        return f"a weight budget of {gb(asked)} was requested, and the library set {gb(budget)}"
-    if budget < streamable and taken > 1.05 * allowed + SLACK_BYTES:
-        return f"a weight budget of {gb(budget)} was set, and the library took {gb(taken)} of the GPU"
-    return None
 
 
 def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:

@@ -34,10 +34,8 @@ class Library:
     version: str
 
     def target(self) -> str:
-        """Return the compute capabilities that run a plan built on this GPU.
-
-        Raises EngineError for TensorRT, which builds on the GPU itself, on a machine without a GPU.
-        """
+        """Return the compute capabilities that run a plan built on this GPU. Raises EngineError for TensorRT, which
+        builds on the GPU itself, on a machine without a GPU."""
         if self.name == "tensorrt-rtx":
             return RTX_TARGET
         if not torch.cuda.is_available():
@@ -62,10 +60,8 @@ def capability_text(capability: tuple[int, int]) -> str:
 
 
 def find_library() -> Library:
-    """Return the library that is installed, TensorRT before TensorRT-RTX.
-
-    Raises EngineError, with the command that installs it, for one that is missing, too old, or does not load.
-    """
+    """Return the library that is installed, TensorRT before TensorRT-RTX. Raises EngineError, with the command that
+    installs it, for one that is missing, too old, or does not load."""
     for name in LIBRARIES:
         if util.find_spec(LIBRARIES[name]) is not None:
             try:
@@ -101,11 +97,8 @@ class Messages:
         self.logger = Logger()
 
     def failure(self, what: str, otherwise: Callable[[str], Exception] = EngineError) -> Exception:
-        """Return the exception for a failed call.
-
-        It is MemoryError or torch's OutOfMemoryError if the library's errors mention memory, else one of type
-        `otherwise`.
-        """
+        """Return the exception for a failed call. It is MemoryError or torch's OutOfMemoryError if the library's errors
+        mention memory, else one of type `otherwise`."""
         reason = "; ".join(self.errors[-2:]) or "the library gave no reason"
         text, lowered = f"{what}: {reason}", reason.lower()
         if any(word in lowered for word in ("out of memory", "outofmemory", "bad_alloc", "insufficient memory")):

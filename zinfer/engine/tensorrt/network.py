@@ -1,4 +1,4 @@
-"""Decoders as TensorRT networks: BLOOM, OPT, Llama, Mistral, Qwen2.
+"""Decoders as TensorRT networks: BLOOM, Llama, Mistral, Qwen2.
 
 A decoder's shape and the names of its parameters come from its `transformers` model. A parameter that the network does
 not use is an error: an unknown variant is refused, not approximated.
@@ -21,7 +21,6 @@ from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
 
 NETWORK_VERSION = 1  # part of a plan's key; raise it when the code in this folder changes what a network computes
-_ACTIVATIONS = {"gelu": "GELU_ERF", "relu": "RELU", "gelu_new": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH"}
 
 
 def make_network(
@@ -32,12 +31,9 @@ def make_network(
     weights: dict[str, Tensor],
     max_seq_len: int,
 ) -> Net:
-    """Fill `network` with the decoder of `model`.
-
-    `model` is made by `zinfer.checkpoint.architecture.empty_model`, for sequences of up to `max_seq_len` tokens.
-    `weights` are its parameters, on the CPU, and must outlive the returned `Net`. Raises EngineError for a model that
-    differs in any detail from the decoders above.
-    """
+    """Fill `network` with the decoder of `model`. `model` is made by `zinfer.checkpoint.architecture.empty_model`, for
+    sequences of up to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned
+    `Net`. Raises EngineError for a model that differs in any detail from the decoders above."""
     body = BODIES.get(spec.architecture)
     if body is None:
         raise EngineError(
@@ -105,44 +101,6 @@ def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) 
     return net.layer_norm(hidden, "transformer.ln_f", eps)
 
 
-def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
-    config, eps = model.config, 1e-5  # torch's default, which the model uses
-    activation = _ACTIVATIONS.get(config.activation_function)
-    _require(activation is not None, spec, f"the activation {config.activation_function}")
-    before = config.do_layer_norm_before
-    attend = Attention(net, spec, max_seq_len)
-    hidden = _embedded(net, model)
-    if net.has("model.decoder.project_in.weight"):
-        hidden = net.linear(hidden, "model.decoder.project_in")
-    positions = net.input("positions", torch.int32, ("B", "S"))
-    offset = net.add(positions, net.constant([2], 2))  # the table's first two rows are no positions
-    table = net.parameter("model.decoder.embed_positions.weight", 2)
-    hidden = net.add(hidden, net.gather(table, offset, 0))
-
-    def block(x: Node, prefix: str, norm: str, inner: Callable[[Node], Node]) -> Node:
-        """Add a residual branch with its norm before or after it."""
-        y = net.add(x, inner(net.layer_norm(x, f"{prefix}.{norm}", eps) if before else x))
-        return y if before else net.layer_norm(y, f"{prefix}.{norm}", eps)
-
-    for index in range(spec.num_layers):
-        prefix = f"model.decoder.layers.{index}"
-
-        def attention(x: Node, index: int = index, prefix: str = f"{prefix}.self_attn") -> Node:
-            made = (_heads(net, net.linear(x, f"{prefix}.{part}_proj"), spec.num_heads, spec) for part in "qkv")
-            return net.linear(attend(index, *made), f"{prefix}.out_proj")
-
-        def mlp(x: Node, prefix: str = prefix) -> Node:
-            return net.linear(net.activation(net.linear(x, f"{prefix}.fc1"), str(activation)), f"{prefix}.fc2")
-
-        hidden = block(hidden, prefix, "self_attn_layer_norm", attention)
-        hidden = block(hidden, prefix, "final_layer_norm", mlp)
-    if net.has("model.decoder.final_layer_norm.weight"):
-        hidden = net.layer_norm(hidden, "model.decoder.final_layer_norm", eps)
-    if net.has("model.decoder.project_out.weight"):
-        hidden = net.linear(hidden, "model.decoder.project_out")
-    return hidden
-
-
 def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
     config, eps = model.config, model.config.rms_norm_eps
     _require(config.hidden_act in ("silu", "swish"), spec, f"the activation {config.hidden_act}")
@@ -194,4 +152,4 @@ def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node
 
 
 Body = Callable[[Net, PreTrainedModel, ModelSpec, int], Node]
-BODIES: dict[str, Body] = {"bloom": _bloom, "opt": _opt, "llama": _llama, "mistral": _llama, "qwen2": _llama}
+BODIES: dict[str, Body] = {"bloom": _bloom, "llama": _llama, "mistral": _llama, "qwen2": _llama}

@@ -17,11 +17,8 @@ Node = Any  # an ITensor of the library
 
 
 class Net:
-    """A network under construction.
-
-    `weights` maps the model's parameter names to tensors on the CPU, contiguous and in `dtype`. A parameter counts as
-    used once `parameter` has returned it.
-    """
+    """A network under construction. `weights` maps the model's parameter names to tensors on the CPU, contiguous and in
+    `dtype`. A parameter counts as used once `parameter` has returned it."""
 
     def __init__(self, library: Library, network: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.trt, self.network, self.dtype = library.module, network, dtype
@@ -54,11 +51,8 @@ class Net:
         return name in self.weights
 
     def parameter(self, name: str, rank: int) -> Node:
-        """Return the parameter `name`, one constant for all its uses.
-
-        It has leading dimensions of 1 up to `rank`. Raises EngineError when the model has no such parameter, and when
-        it is used with two ranks.
-        """
+        """Return the parameter `name`, one constant for all its uses. It has leading dimensions of 1 up to `rank`.
+        Raises EngineError when the model has no such parameter, and when it is used with two ranks."""
         if name not in self.weights:
             raise EngineError(f"the TensorRT network needs the parameter {name}, which the model does not have")
         if name in self.unused:
@@ -135,10 +129,8 @@ class Net:
         before: Sequence[int] | None = None,
         after: Sequence[int] | None = None,
     ) -> Node:
-        """Transpose by `before`, reshape to `shape`, transpose by `after`.
-
-        Each step only if given; in `shape` 0 keeps a dimension, and one -1 is inferred.
-        """
+        """Transpose by `before`, reshape to `shape`, transpose by `after`. Each step only if given; in `shape` 0 keeps
+        a dimension, and one -1 is inferred."""
         layer = self.network.add_shuffle(x)
         node = self.out(layer, "shuffle")
         if before is not None:

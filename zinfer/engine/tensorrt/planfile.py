@@ -64,16 +64,11 @@ class PlanFile(Frozen):
     def check(self) -> None:
         """Raise EngineError unless the file exists, whole and unchanged."""
         try:
-            size = self.path.stat().st_size
-            checksum = _checksum(self.path)
+            size, checksum = self.path.stat().st_size, _checksum(self.path)
         except OSError as error:
             raise EngineError(f"{self.path}: {error.strerror}; build it again") from None
-        if size != self.size:
-            raise EngineError(
-                f"{self.path} is cut off: it has {size} bytes and should have {self.size}; build it again"
-            )
-        if checksum != self.checksum:
-            raise EngineError(f"{self.path} is not the plan that its JSON file describes; build it again")
+        if (size, checksum) != (self.size, self.checksum):
+            raise EngineError(f"{self.path} is cut off, or not the plan that its JSON file describes; build it again")
 
 
 def _checksum(path: Path) -> str:
@@ -101,50 +96,29 @@ def read(path: Path) -> PlanFile:
         raise EngineError(f"no plan file {path}")
     try:
         return PlanFile.model_validate({**read_object(description), "path": path})
-    except FileNotFoundError:
-        raise EngineError(
-            f"{path} has no {description.name} beside it: its build was interrupted; build it again"
-        ) from None
     except (ValidationError, ValueError, OSError, TypeError):
-        raise EngineError(f"{description} does not describe a plan; build it again") from None
+        raise EngineError(f"{description} is missing, or does not describe a plan; build it again") from None
 
 
 def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
     """Return why a plan of `key` cannot serve instead of `wanted`."""
-    names = {
-        "revision": "its weights are of revision", "dtype": "its weights are",
-        "load_format": "its weights are", "layers": "its layers are", "network": "its network has version",
-        "library": "it was built by", "version": f"it was built by {key.library}", "target": "it is for GPUs of",
-    }  # fmt: skip
-    reasons = [
-        f"{phrase} {getattr(key, field)}, not {getattr(wanted, field)}"
-        for field, phrase in names.items()
-        if getattr(key, field) != getattr(wanted, field)
-    ]
-    if key.max_batch_size < wanted.max_batch_size:
-        reasons.append(f"its largest batch is {key.max_batch_size}, not {wanted.max_batch_size}")
-    if key.max_seq_len < wanted.max_seq_len:
-        reasons.append(f"its longest sequence is {key.max_seq_len}, not {wanted.max_seq_len}")
-    return reasons
+    names = ("revision", "dtype", "load_format", "layers", "network", "library", "version", "target")
+    pairs = {name: (getattr(key, name), getattr(wanted, name)) for name in PlanKey.model_fields}
+    others = [f"its {name} is {pairs[name][0]}, not {pairs[name][1]}" for name in names if len({*pairs[name]}) > 1]
+    limits = {name: pairs[name] for name in ("max_batch_size", "max_seq_len")}
+    return others + [f"its {name} is {has}, less than {needs}" for name, (has, needs) in limits.items() if has < needs]
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
-    """Return the plan at `where`, or another that serves `wanted`.
-
-    With ``auto`` it is the one in `PLANS` with the largest batch. Raises EngineError where there is none, with the
-    reason why a plan that exists does not serve, and the command that builds the right one.
-    """
-    if where != "auto":
-        file = read(Path(where))
-        if reasons := disagreements(wanted, file.key):
-            raise EngineError(f"{where} does not fit: {'; '.join(reasons)}. Build one: {build_command(wanted)}")
-        file.check()
-        return file
-    serving, refused = [], []
-    for path in sorted(PLANS.glob("*.plan")):
+    """Return the plan at `where`, or another that serves `wanted`. With ``auto`` it is the one in `PLANS` with the
+    largest batch. Raises EngineError where there is none, with the reason why a plan that exists does not serve, and
+    the command that builds the right one."""
+    paths = sorted(PLANS.glob("*.plan")) if where == "auto" else [Path(where)]
+    serving, refused = [], ""
+    for path in paths:
         try:
             file = read(path)
-            if wanted.model != file.key.model and wanted.revision != file.key.revision:
+            if where == "auto" and wanted.model != file.key.model and wanted.revision != file.key.revision:
                 continue
             reasons = disagreements(wanted, file.key)
             if not reasons:
@@ -152,14 +126,11 @@ def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
                 serving.append(file)
         except EngineError as error:
             reasons = [str(error)]
-        if reasons:
-            refused.append(f"{path.name} does not fit: {'; '.join(reasons)}")
+        refused = f" {path.name} does not fit: {'; '.join(reasons)}." if reasons else refused
     if serving:
         return max(serving, key=lambda file: (file.key.max_batch_size, -file.key.max_seq_len))
-    existing = f" {refused[-1]}." if refused else ""
-    raise EngineError(
-        f"no TensorRT plan in {PLANS} that runs {wanted.model}.{existing} Build one: {build_command(wanted)}"
-    )
+    place = f"in {PLANS}" if where == "auto" else where
+    raise EngineError(f"no TensorRT plan {place} that runs {wanted.model}.{refused} Build one: {build_command(wanted)}")
 
 
 def build_command(wanted: PlanKey) -> str:

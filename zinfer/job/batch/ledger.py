@@ -1,10 +1,8 @@
 """Ledger of a batch job. Its files on disk, with the answers, the job's settings and unfinished rows.
 
-``out.jsonl`` holds output objects of the OpenAI format and nothing else, appended and synced as rows end.
-``out.jsonl.job`` holds the settings that the job was started with, so that another job does not write into the same
-file. While the job runs it also gets the tokens of unfinished rows, every minute or so, since a row of thousands of
-tokens may take hours. When the job is done its first line remains: the same command again then has nothing to do.
-Its lines are sealed (`zinfer.record.jsonl.seal`): a changed token would be continued as if the model had chosen it.
+``out.jsonl`` holds output objects of the OpenAI format and nothing else. ``out.jsonl.job`` holds the settings that the
+job was started with, and while it runs the tokens of unfinished rows, every minute or so. Its lines are sealed
+(`zinfer.record.jsonl.seal`): a changed token would be continued as if the model had chosen it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +19,7 @@ JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, 
 
 
 class JobChanged(ZinferError):
-    """The output file belongs to another job; the message lists the differences."""
+    """Output file that belongs to another job; the message lists the differences."""
 
     exit_code = 6
 
@@ -65,22 +63,16 @@ class Ledger(Closing):
     def _open(self, settings: Mapping[str, Any], created: int, force: bool) -> None:
         path = job_path(self._output.path)
         before, tokens_by_id = read_job(path)
-        if before is None and not force and path.exists() and path.stat().st_size:
-            raise StoreError(
-                f"{path} is no job file of `zinfer batch`, or its first line is damaged: name another file with "
-                "--output, or use --force to add the answers that are missing"
-            )
+        foreign = before is None and path.exists() and path.stat().st_size
         self.done = {done.id: done for done in _answers(self._output.path)}
         changes = _changes(before, settings)
-        if changes and (self.done or tokens_by_id) and not force:
+        if not force and (foreign or (changes and (self.done or tokens_by_id))):
+            why = "\n".join(f"  {line}" for line in changes.values())
             if before is None:
-                raise JobChanged(
-                    f"{self._output.path} has answers, and no {path.name} says of which job: name another file with "
-                    "--output, or use --force to add the answers that are missing"
-                )
-            lines = "\n".join(f"  {line}" for line in changes.values())
+                why = f"  {path.name} does not say which: it is missing, or its first line is damaged"
             raise JobChanged(
-                f"{self._output.path} belongs to another job; --force adds the answers that are missing.\n{lines}"
+                f"{self._output.path} may belong to another job: name another file with --output, or use --force to "
+                f"add the answers that are missing.\n{why}"
             )
         self.damaged = tuple(Damage(self._output.path, *fault) for fault in self._output.mend(decode, "batch output"))
         started = (before or {}).get("created")
@@ -95,7 +87,7 @@ class Ledger(Closing):
             self.save((identity, 0, tokens) for identity, tokens in self.made.items())
 
     def _begin(self, path: Path) -> None:
-        """Replace the .job file by its first line alone, atomically."""
+        """Replace the .job file by its first line alone."""
         try:
             atomic.write(path, self._header + b"\n")
         except OSError as error:

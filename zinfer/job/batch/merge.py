@@ -62,26 +62,23 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], for
 
 def _header(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:
     """Return the first line of the whole job's .job file. Raises ShardError."""
-    common: dict[str, Any] | None = None
+    headers: list[dict[str, Any]] = []
     for shard in shards:
         path = job_path(shard.path(output))
-        header, _ = read_job(path) if path.exists() else (None, {})
+        header, _ = read_job(path)
         if header is None:
             raise ShardError(f"{path} does not say which job {shard.path(output).name} belongs to: run the shard again")
         if header.get("shard") != str(shard):
             raise ShardError(f"{path} is that of shard {header.get('shard')}: give each file its own name back")
         if header.get("prompts") != prompts:
             raise ShardError(f"{shard.path(output)} answers another file of prompts")
-        if common is None:
-            common = header
-        for key in sorted((header.keys() | common.keys()) - {"created", "shard"}):
-            if header.get(key) != common.get(key):
-                change = f"{key}: {common.get(key)} -> {header.get(key)}"
+        headers.append(header)
+        for key in sorted((header.keys() | headers[0].keys()) - {"created", "shard"}):
+            if header.get(key) != headers[0].get(key):
+                change = f"{key}: {headers[0].get(key)} -> {header.get(key)}"
                 raise ShardError(f"shards {shards[0]} and {shard} are of different jobs: {change}")
-        if isinstance(header.get("created"), int):
-            common["created"] = min(common.get("created", header["created"]), header["created"])
-    assert common is not None
-    return header_line(common | {"shard": None}, common.get("created", 0))
+    created = [header["created"] for header in headers if isinstance(header.get("created"), int)]
+    return header_line(headers[0] | {"shard": None}, min(created, default=0))
 
 
 def _write(output: Path, content: bytes, header: bytes, force: bool) -> None:

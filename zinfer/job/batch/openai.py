@@ -4,10 +4,9 @@ A request gives the text to continue and its parameters::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 64}}
 
-Its answer has the same `custom_id`, a completion as that endpoint returns it, and ids that depend on nothing but the
-line, so that a job that is run twice writes the same ids. A request that cannot be served is answered with status 400
-and an `error`; a request that the machine failed on has an `error` and no response. Sources: "The request input
-object" and "The request output object" of OpenAI's API reference; `BatchRequestOutput` in its openapi.yaml.
+Its answer has the same `custom_id`, and ids that depend on nothing but the line. A request that cannot be served is
+answered with status 400 and an `error`; one that the machine failed on has an `error` and no response. Sources:
+OpenAI's API reference, and `BatchRequestOutput` in its openapi.yaml.
 """
 
 import json
@@ -70,10 +69,7 @@ def digest(content: bytes) -> str:
 
 
 def read_requests(content: bytes) -> list[BatchLine | Fault]:
-    """Return the lines of a file, in its order. Lines that cannot be served are Faults.
-
-    Blank lines are skipped. Never raises.
-    """
+    """Return the lines of a file, in its order, without blank ones. Lines that cannot be served are Faults."""
     lines: list[BatchLine | Fault] = []
     seen: Counter[bytes] = Counter()
     first: dict[str, int] = {}  # custom_id -> number of its line
@@ -83,24 +79,24 @@ def read_requests(content: bytes) -> list[BatchLine | Fault]:
             continue
         key = sha256(b"%d\n%s" % (seen[line], line)).hexdigest()[:24]
         seen[line] += 1
-        custom_id: str | None = None
+        custom_id = _custom_id(line)
         try:
-            try:
-                fields = _object(line, number)
-            except Refused:
-                if (custom_id := _find_custom_id(line)) is not None:
-                    first.setdefault(custom_id, number)
-                raise
-            custom_id = _custom_id(fields, number)
-            if custom_id in first:
-                raise Refused(
-                    "duplicate_custom_id", f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
-                )
-            first[custom_id] = number
-            lines.append(_line(key, custom_id, fields))
+            if custom_id is not None and first.setdefault(custom_id, number) != number:
+                why = f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
+                raise Refused("duplicate_custom_id", why)
+            lines.append(_line(key, custom_id, _object(line, number), number))
         except Refused as refused:
             lines.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
     return lines
+
+
+def _custom_id(line: bytes) -> str | None:
+    """Return the custom_id of a line, if it can be parsed: also of one that is refused."""
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(line) if len(line) <= LINE else None
+        custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+        return custom_id if isinstance(custom_id, str) and custom_id else None
+    return None
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
@@ -116,23 +112,9 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     return fields
 
 
-def _find_custom_id(line: bytes) -> str | None:
-    """Return the custom_id of a refused line, if it can be parsed."""
-    with suppress(ValueError, RecursionError):
-        fields = json.loads(line)
-        custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-        return custom_id if isinstance(custom_id, str) and custom_id else None
-    return None
-
-
-def _custom_id(fields: dict[str, Any], number: int) -> str:
-    custom_id = fields.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int) -> BatchLine:
+    if custom_id is None:
         raise Refused("missing_required_parameter", f"line {number} has no custom_id, or it is not a text", "custom_id")
-    return custom_id
-
-
-def _line(key: str, custom_id: str, fields: dict[str, Any]) -> BatchLine:
     if fields.get("method") != "POST":
         raise Refused("invalid_method", "method must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
@@ -152,10 +134,8 @@ def answer(
     `tokens` counts the prompt's and the answer's tokens; `finish_reason` is ``stop`` or ``length``.
     """
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
-    choices = [choice_object(0, chat, text, finish_reason)]
-    body = completion_object(
-        f"{'chatcmpl' if chat else 'cmpl'}-{key}", created, model, chat, choices, usage_object(tokens)
-    )
+    identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, text, finish_reason)]
+    body = completion_object(identity, created, model, chat, choices, usage_object(tokens))
     return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 
 

@@ -26,19 +26,17 @@ def requests_of(
     requests: list[Request] = []
     faults: list[Fault] = []
     for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
-        if isinstance(prompt, Refusal):
-            faults.append(_fault(line, *prompt))
-            continue
         try:
+            if isinstance(prompt, Refusal):
+                raise Refused(*prompt)
             limit = answer_limit(line.asked.output_len, len(prompt), positions, output_len)
         except Refused as refused:
             faults.append(_fault(line, refused.code, str(refused)))
             continue
-        ids = output_ids.get(line.id, [])
-        if len(ids) >= limit or not all(0 <= token < vocab_size for token in ids):
-            ids = []
         request = line.asked.request(prompt, limit, key=number)
-        request.add(ids)
+        ids = output_ids.get(line.id, [])
+        if len(ids) < limit and all(0 <= token < vocab_size for token in ids):
+            request.add(ids)
         requests.append(request)
     return requests, faults
 
@@ -47,18 +45,15 @@ def split(
     lines: Sequence[BatchLine], requests: Sequence[Request], fits: Sequence[bool], where: str
 ) -> tuple[list[Request], list[Fault]]:
     """Return the requests that fit, and faults for the others."""
-    faults = [
-        _fault(
-            lines[request.key],
-            "context_length_exceeded",
-            f"the prompt's {len(request.prompt_ids)} tokens and {request.limit} of the answer need more memory "
-            f"than {where} has",
-        )
-        for request, fine in zip(requests, fits, strict=True)
-        if not fine
-    ]
-    return [request for request, fine in zip(requests, fits, strict=True) if fine], faults
+    fitting, faults = list[Request](), list[Fault]()
+    for request, fine in zip(requests, fits, strict=True):
+        if fine:
+            fitting.append(request)
+            continue
+        why = f"the prompt's {len(request.prompt_ids)} tokens and {request.limit} of the answer need more memory than "
+        faults.append(_fault(lines[request.key], "context_length_exceeded", why + f"{where} has"))
+    return fitting, faults
 
 
 def _fault(line: BatchLine, code: str, message: str) -> Fault:
-    return Fault(line.id, line.custom_id, code, message, "messages" if line.asked.chat else "prompt")
+    return Fault(line.id, line.custom_id, code, message, line.asked.subject)

@@ -52,8 +52,6 @@ class BatchProgress:
     padded: int = 0
     drafted: int = 0  # drafts that were verified; `accepted`: right ones among them
     accepted: int = 0
-    full_tokens: int = 0  # tokens made while further rows waited, and the seconds of that
-    full_seconds: float = 0.0
 
     def add(self, step: BatchStepped) -> None:
         """Count passes and tokens."""
@@ -62,9 +60,6 @@ class BatchProgress:
         tokens = sum(len(update.tokens) for update in step.rows)
         self.tokens += tokens
         self.left -= tokens
-        if self.waiting:
-            self.full_tokens += tokens
-            self.full_seconds += step.seconds
 
     @property
     def rate(self) -> float | None:
@@ -83,24 +78,21 @@ class BatchProgress:
         return self.padded / self.read if self.read else 0.0
 
 
+@dataclass
 class BatchJob:
     """Job that answers requests into a ledger, at most `max_rows` at once; their keys number their `lines`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        lines: Sequence[openai.BatchLine],
-        requests: Sequence[Request],
-        ledger: Ledger,
-        driver: Driver,
-        max_rows: int | None = None,
-        on_progress: Callable[[BatchProgress], None] = lambda _progress: None,
-        on_message: Callable[[str], None] = lambda _text: None,
-    ) -> None:
-        self._plan, self._planner, self._max_rows = plan, plan.planner(), max_rows
-        self._ledger, self._driver = ledger, driver
-        self._on_progress, self._on_message = on_progress, on_message
-        self._lines = lines
+    plan: Plan
+    lines: Sequence[openai.BatchLine]
+    requests: Sequence[Request]
+    ledger: Ledger
+    driver: Driver
+    max_rows: int | None = None
+    on_progress: Callable[[BatchProgress], None] = lambda _progress: None
+    on_message: Callable[[str], None] = lambda _text: None
+
+    def __post_init__(self) -> None:
+        requests, self._planner = self.requests, self.plan.planner()
         self._waiting = Queue(rows=requests)  # not in the worker
         self._sent: dict[int, Request] = {}  # in the worker, by key
         self._saved = {request.key: len(request.output_ids) for request in requests}  # output tokens on disk
@@ -117,7 +109,7 @@ class BatchJob:
         Raises Interrupted on SIGINT and SIGTERM, JobFailed when no worker can be had or batches fail one after the
         other, StoreError when an answer cannot be written; no worker is left behind.
         """
-        with Signals() as self._driver.signals, self._driver:
+        with Signals() as self.driver.signals, self.driver:
             try:
                 while self._waiting or self._sent:
                     try:
@@ -125,36 +117,31 @@ class BatchJob:
                     except WorkerError as error:
                         self._retry(error)
             except (Interrupted, JobFailed) as end:
-                self._driver.end(kill=isinstance(end, Interrupted))
+                self.driver.end(kill=isinstance(end, Interrupted))
                 self._save()
                 raise
         return self.progress
 
     def _step(self) -> None:
-        """Let the worker run, with rows to begin next in its queue."""
-        self._load()
-        if not self._started:
-            self._start()
-        new = self._next()
-        with self._driver.lend() as worker:
-            step = worker.step(new)
-        self._apply_step(step)
-
-    def _load(self) -> None:
-        """Load the worker if need be. Raises JobFailed."""
+        """Let the worker run, with rows to begin next in its queue. Raises JobFailed if it cannot be loaded."""
         try:
-            self._driver.load(self._plan)
+            self.driver.load(self.plan)
         except WorkerError as error:
             raise JobFailed(error.line, error.exit_code) from None
+        if not self._started:
+            self._start()
+        with self.driver.lend() as worker:
+            step = worker.step(self._next())
+        self._apply_step(step)
 
     def _start(self) -> None:
         """Begin a batch in the worker, for all rows that are left."""
         self._waiting.add(self._sent.values())
         self._sent, rows = {}, [*self._waiting]
-        limits = [limit for limit in (self._max_rows, self._window.limit) if limit is not None]
+        limits = [limit for limit in (self.max_rows, self._window.limit) if limit is not None]
         load = largest_load(self._planner, [row.need for row in rows], min(limits, default=None))
-        with self._driver.lend() as worker:
-            worker.ask(BatchStart(load=load, rows=self._max_rows))
+        with self.driver.lend() as worker:
+            worker.ask(BatchStart(load=load, rows=self.max_rows))
         self._started = True
         self.progress.running, self.progress.waiting = 0, len(rows)
         self._ahead = AHEAD
@@ -182,7 +169,7 @@ class BatchJob:
                 records.append(self._record(request, update))
                 ended.append(update.key)
                 self._end(request, failed=update.failure is not None)
-        self._ledger.add(records)
+        self.ledger.add(records)
         for key in ended:
             del self._sent[key], self._saved[key]
         if step.rows:
@@ -190,16 +177,16 @@ class BatchJob:
         self._window.grow(len(ended))
         if time.monotonic() - self._saved_at > SAVE_S:
             self._save()
-        self._on_progress(progress)
+        self.on_progress(progress)
 
     def _record(self, request: Request, update: Update) -> dict[str, Any]:
-        line = self._lines[request.key]
+        line = self.lines[request.key]
         if (failure := update.failure) is not None:
             return openai.failure(line, failure.code, failure.message)
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
-        model, created = self._plan.case.model, self._ledger.created
+        model, created = self.plan.case.model, self.ledger.created
         return openai.answer(line, update.text, str(update.finish_reason), tokens, model, created)
 
     def _end(self, request: Request, failed: bool) -> None:
@@ -211,13 +198,13 @@ class BatchJob:
         """Write the new tokens of unfinished rows to disk."""
         saved = self._saved
         rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.output_ids) > saved[row.key]]
-        self._ledger.save((self._lines[row.key].id, saved[row.key], row.output_ids[saved[row.key] :]) for row in rows)
+        self.ledger.save((self.lines[row.key].id, saved[row.key], row.output_ids[saved[row.key] :]) for row in rows)
         saved |= {row.key: len(row.output_ids) for row in rows}
         self._saved_at = time.monotonic()
 
     def _retry(self, error: WorkerError) -> None:
         """Try the rows of a failed worker again, fewer at a time. Give up a row that fails alone."""
-        self._driver.failed(error)
+        self.driver.failed(error)
         rows, self._sent, self._started = list(self._sent.values()), {}, False
         count = len(rows)
         message = f"a batch of {count} failed ({error.status}: {error})"
@@ -226,9 +213,9 @@ class BatchJob:
             self._waiting.add(rows)
             raise JobFailed(f"{message}, and so did the one before; the same command goes on" if rows else message)
         if count == 1:
-            self._ledger.add(openai.failure(self._lines[row.key], error.status, str(error)) for row in rows)
+            self.ledger.add(openai.failure(self.lines[row.key], error.status, str(error)) for row in rows)
             self._end(rows[0], failed=True)
         elif count:
             self._waiting.add(rows)
             message += f"; going on with batches of {self._window.shrink(count)}"
-        self._on_message(message)
+        self.on_message(message)

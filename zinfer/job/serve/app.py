@@ -10,7 +10,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,13 +18,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from zinfer.core.request import Failure, Update, nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
-from zinfer.job.serve.dispatcher import Answer, Dispatcher, Settings, queue_full
+from zinfer.job.serve.dispatcher import Answer, Dispatcher, queue_full
 from zinfer.job.serve.metrics import Metrics
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 
@@ -32,17 +32,12 @@ BODY_S = 60.0  # seconds in which the body of a request must have come
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
 GONE = 499  # status of a request whose client went away, which nobody reads
 HELD = 64  # largest bodies whose bytes all requests under way may hold together
-LARGE = (1 << 16, 1 << 20)  # bytes from which on bodies are parsed in a thread, one at a time; each size has its own
+LARGE, PARSERS = 1 << 16, 4  # bytes from which on bodies are parsed in threads, and the number of these
 # Values of a body, parsed in 2 s at most, of which other threads wait for a tenth.
 BODY = Bounds(values=1 << 21, composed=1 << 17)
 PATHS = frozenset({openai.COMPLETIONS, openai.CHAT, "/v1/models", "/health", "/metrics"})
 
 EXCHANGE = "zinfer.exchange"  # of a request, in its scope
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def _error_body(failure: Failure) -> dict[str, Any]:
@@ -61,8 +56,7 @@ def _refusal(refused: Refused) -> Response:
     headers = {} if refused.retry_s is None else {"retry-after": str(refused.retry_s)}
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    failure = Failure(code=refused.code, message=str(refused), status=refused.status, param=refused.param)
-    return _error(failure, headers)
+    return _error(refused.failure, headers)
 
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -167,18 +161,18 @@ class Exchange:
 class Desk:
     """Requests under way, between the event loop and the dispatcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.limits = ServerLimits(dispatcher.plan.model.vocab_size, dispatcher.settings.max_waiting)
         self.exchanges: dict[Answer, Exchange] = {}
         self.held = 0  # bytes of the bodies of all requests under way
-        self.parsers = [(size, ThreadPoolExecutor(1, "parser")) for size in LARGE]
-        self.dispatcher: Dispatcher
+        self.parsers = ThreadPoolExecutor(PARSERS, "parser")
 
-    async def parse(self, body: bytes, chat: bool, limits: ServerLimits) -> Asked:
+    async def parse(self, body: bytes, chat: bool) -> Asked:
         """Return the request in a body; a large one is read in a thread. Raises Refused."""
-        threads = [thread for size, thread in self.parsers if len(body) >= size]
-        if not threads:
-            return _read(body, chat, limits)
-        return await asyncio.get_running_loop().run_in_executor(threads[-1], _read, body, chat, limits)
+        if len(body) < LARGE:
+            return _read(body, chat, self.limits)
+        return await asyncio.get_running_loop().run_in_executor(self.parsers, _read, body, chat, self.limits)
 
     def deliver(self, updates: Iterable[tuple[Answer, Update]]) -> None:
         """Take updates of answers; in the event loop."""
@@ -312,7 +306,7 @@ class Gate:
             else:
                 await self._app(scope, receive, watched)
         finally:
-            self._metrics.request(path, status)
+            self._metrics.requests.labels(path, str(status)).inc()
             self._log(_line(scope, status, time.monotonic() - began))
 
     def _authorized(self, scope: Scope) -> bool:
@@ -332,9 +326,11 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
     return f"{line} {seconds:.2f} s"
 
 
-def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metrics, log: Callable[[str], None]) -> Any:
+def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
     """Return the ASGI application; `log` gets a line about each request."""
+    settings = desk.dispatcher.settings
     model = settings.model
+    metrics = desk.dispatcher.metrics
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
@@ -349,11 +345,8 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
-        paths = ", ".join(sorted(PATHS))
-        messages = {404: f"there is no {request.url.path[:60]}; there are {paths}",
-                    405: f"{request.method[:20]} is not for {request.url.path[:60]}"}  # fmt: skip
-        codes = {404: "not_found", 405: "method_not_allowed"}
-        code, message = codes.get(error.status_code, ""), messages.get(error.status_code, str(error.detail))
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "")
+        message = f"{request.method[:20]} {request.url.path[:60]}: {error.detail}; there are {', '.join(sorted(PATHS))}"
         return _error(Failure(code=code, message=message, status=error.status_code), error.headers)
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
@@ -371,9 +364,8 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
         it = desk.dispatcher
         if it.state != "ready":
             return _json({"status": it.state}, 503)
-        reasons = {"completions": it.cannot_complete, "chat": it.cannot_chat, "prefix_reuse": it.cannot_reuse}
-        features = {name: "on" if why_not is None else f"off: {why_not}" for name, why_not in reasons.items()}
-        return _json({"status": "ok", "worker": "running" if it.unfinished else "idle"} | features)
+        reuse = "on" if it.cannot_reuse is None else f"off: {it.cannot_reuse}"
+        return _json({"status": "ok", "worker": "running" if it.unfinished else "idle", "prefix_reuse": reuse})
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -382,7 +374,7 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
     async def answered(request: Request, chat: bool) -> Response:
         body = await _body(request, settings.max_bytes, desk)
         try:
-            asked = await desk.parse(body, chat, limits)
+            asked = await desk.parse(body, chat)
             if asked.model is not None and asked.model != model:
                 raise _no_model(asked.model, model)
             client = request.client.host if request.client else ""
@@ -409,13 +401,7 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
 
     app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
     app.add_route(openai.CHAT, partial(answered, chat=True), ["POST"])
-    gate = Gate(app, settings.key, metrics, log)
-    if not settings.origins:
-        return gate
-    return CORSMiddleware(
-        gate, allow_origins=settings.origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
-        expose_headers=["Retry-After"],
-    )  # fmt: skip
+    return Gate(app, settings.key, metrics, log)
 
 
 def _no_model(name: str, model: str) -> Refused:

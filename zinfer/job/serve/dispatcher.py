@@ -1,11 +1,9 @@
 """Dispatcher: the thread that feeds the server's worker.
 
-Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
-a fair `zinfer.generation.queue.Queue` gives: requests share the memory, however many rows each has. The thread alone
-talks to the worker and sleeps while there is no row. Prompts that are texts are read in another thread
-(`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
-which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
-blame ends alone.
+Rows are given to the worker's queue as they come; a fair `zinfer.generation.queue.Queue` shares the memory out. The
+thread alone talks to the worker. Prompts that are texts are read in other threads (`zinfer.job.serve.reading`). A
+worker that dies is started again: rows of which no text was handed out go on with the tokens that they have, fewer of
+them at a time, so that a row that is to blame ends alone.
 """
 
 import threading
@@ -14,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
-from zinfer.core.model import ModelError
 from zinfer.core.request import EchoedPrompt, Failure, Request, TokenScore, Update
 from zinfer.generation.queue import Queue
 from zinfer.generation.tokenizer_process import Refusal
@@ -27,22 +24,14 @@ from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.planner import Plan
-from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStepped
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 SHARES = 16  # a request fills at most this part of the places in the queue, however many of its rows wait
-RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
+RELOADS, RELOAD_S = 3, 4.0  # attempts to load a worker again, and seconds between them
 RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
-
-TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that show whether texts and chats are served
-# Reasons that a client gets for a worker that failed; the terminal alone gets its last words.
-FAILED: dict[Status, str] = {
-    "crashed": "it ended", "timeout": "it did not answer in time", "oom_gpu": "GPU memory ran out",
-    "oom_host": "host memory ran out",
-}  # fmt: skip
 
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -51,8 +40,7 @@ class Settings(NamedTuple):
     """Settings of a server: the model's name, its key, and its limits.
 
     `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
-    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
-    may use it.
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory.
     """
 
     model: str
@@ -63,7 +51,6 @@ class Settings(NamedTuple):
     output_len: int = 256
     drain_s: float = 30.0
     cache_size: int = 0
-    origins: tuple[str, ...] = ()
 
 
 def queue_full() -> Refused:
@@ -113,37 +100,30 @@ class Answer(Request):
 Post = Callable[[list[tuple[Answer, Update]]], None]
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Queue of rows, and the thread that has a worker answer them.
 
-    `load` is the largest load to reckon with. `post` receives the updates of rows, from the thread. `tokenizer`, which
-    is closed at the end, reads prompts.
+    `load` is the largest load to reckon with. `tokenizer`, which is closed at the end, reads prompts. The server sets
+    `post`, which receives the updates of rows, and `on_end`; both are called from the thread.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        make_worker: Callable[[], Client],
-        load: Workload,
-        settings: Settings,
-        metrics: Metrics,
-        post: Post,
-        tokenizer: Tokenizes,
-        *,
-        on_message: Callable[[str], None] = lambda _text: None,
-        on_loading: Callable[[], None] = lambda: None,
-        on_ready: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.plan, self._settings = plan, settings
+    plan: Plan
+    make_worker: Callable[[], Client]
+    load: Workload
+    settings: Settings
+    tokenizer: Tokenizes
+    on_message: Callable[[str], None] = lambda _text: None
+    on_loading: Callable[[], None] = lambda: None
+    on_ready: Callable[[], None] = lambda: None
+    on_end: Callable[[], None] = lambda: None
+    post: Post = lambda _updates: None
+
+    def __post_init__(self) -> None:
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
         self.exit_code = ENVIRONMENT  # of a command that ends for it
-        self._load, self._metrics, self._post = load, metrics, post
-        self.cannot_reuse: str | None = None if settings.cache_size else "KV caches have no memory of the host"
-        self.cannot_complete: str | None = None  # reason why no text can be continued
-        self.cannot_chat: str | None = None
-        self._on_message, self._on_ready, self._on_end = on_message, on_ready, on_end
+        self.cannot_reuse: str | None = None if self.settings.cache_size else "KV caches have no memory of the host"
         self._changed = threading.Condition()  # guards the next six
         self._inbox: list[tuple[Answer, Ids]] = []  # rows whose prompts were read
         self._dropped: set[int] = set()
@@ -154,15 +134,14 @@ class Dispatcher:
         self._waiting = Queue[Answer](fair=True)  # not in the worker
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
-        self._driver = Driver(make_worker, lambda _plan: on_loading())
-        self._tokenizer = tokenizer
-        self._reader = Reader(tokenizer, self._read, self._wanted)
+        self._driver = Driver(self.make_worker, lambda _plan: self.on_loading())
+        self._reader = Reader(self.tokenizer, self._read, self._wanted)
         self._positions = 0
         self.kept_bytes = 0  # host memory of kept KV caches
         self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
-        metrics.watch(lambda: self.running, lambda: self.waiting, lambda: self.kept_bytes)
+        self.metrics = Metrics(lambda: self.running, lambda: self.waiting, lambda: self.kept_bytes)
 
     # Called by the server
 
@@ -191,9 +170,9 @@ class Dispatcher:
                 raise Refused("unavailable", "the model is being loaded", status=503, retry_s=RETRY_S)
             if self.state != "ready":
                 raise Refused("unavailable", "the server is shutting down", status=503)
-            share = max(1, self._settings.max_waiting // SHARES)
+            share = max(1, self.settings.max_waiting // SHARES)
             waiting = Counter(self._unfinished[key].owner for key in self._unbegun)
-            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self._settings.max_waiting:
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.settings.max_waiting:
                 raise queue_full()
             owner = self._next_key
             for row in rows:
@@ -263,7 +242,7 @@ class Dispatcher:
             self._fail(rows, Failure(code="server_shutting_down", message="the server has shut down", status=503))
             self._reader.close()
             self._driver.end(kill=self._stopping)
-            self._on_end()
+            self.on_end()
 
     def _turn(self) -> bool:
         """Take in rows, and have the worker run for a turn. Return False at the end."""
@@ -295,33 +274,27 @@ class Dispatcher:
     def _enqueue(self, read: list[tuple[Answer, Ids]]) -> None:
         """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
-            if (failure := self._accept(row, ids)) is None:
+            try:
+                self._accept(row, ids)
                 self._waiting.add([row])
-            else:
-                self._fail([row], failure)
+            except Refused as refused:
+                refused.param = refused.param or row.asked.subject
+                self._fail([row], refused.failure)
 
-    def _accept(self, row: Answer, ids: Ids) -> Failure | None:
-        """Give a row its token ids and its limit. Return the reason if it cannot be served."""
-        asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
-
-        def refusal(code: str, message: str, param: str = subject, status: int = 400) -> Failure:
-            return Failure(code=code, message=message, status=status, param=param)
-
+    def _accept(self, row: Answer, ids: Ids) -> None:
+        """Give a row its token ids and its limit. Raises Refused if it cannot be served."""
+        asked = row.asked
         if isinstance(ids, Refusal):
-            return refusal(ids.code, ids.message, status=500 if ids.code == UNREAD else 400)
+            raise Refused(ids.code, ids.message, status=500 if ids.code == UNREAD else 400)
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
-            return refusal("unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
-        try:
-            limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self._settings.output_len)
-        except Refused as refused:
-            return refusal(refused.code, str(refused))
+            raise Refused("unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
+        limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self.settings.output_len)
         if len(ids) + limit > self._positions:
             why = f"the prompt's {len(ids)} tokens and {limit} of the answer exceed the memory for "
-            return refusal("context_length_exceeded", f"{why}{self._positions} of them")
+            raise Refused("context_length_exceeded", f"{why}{self._positions} of them")
         row.prompt_ids, row.left = ids, max(1, limit)
         if not asked.echo:
             row.prompt = ids
-        return None
 
     def _next(self) -> list[Answer]:
         """Take the rows that go to the worker now. All, unless it failed with as many.
@@ -338,14 +311,14 @@ class Dispatcher:
     def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
-        self._metrics.stepped(step)
+        self.metrics.stepped(step)
         updates: list[tuple[Answer, Update]] = []
         now, ended = time.monotonic(), 0
         for update in step.rows:
             row = self._sent[update.key]
             if not row.began:
                 row.began = now
-                self._metrics.first_token(now - row.came)
+                self.metrics.ttft.observe(now - row.came)
                 with self._changed:
                     self._unbegun.discard(row.key)
             row.add(update.tokens)
@@ -354,7 +327,7 @@ class Dispatcher:
             if update.ended:
                 ended += 1
                 del self._sent[row.key]
-                self._metrics.ended(row, row.cached, now - row.came, now - row.began)
+                self.metrics.ended(row, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for
                 update = Update(key=row.key, prompt=update.prompt, finish_reason="length", cached=update.cached)
             row.streamed = row.streamed or bool(update.delta)
@@ -374,7 +347,7 @@ class Dispatcher:
                 if update.ended:
                     self._unfinished.pop(row.key, None)
                     self._unbegun.discard(row.key)
-        self._post(updates)
+        self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:
         """Go on after a worker, or its batch, failed.
@@ -391,12 +364,9 @@ class Dispatcher:
             row.tries += 1
         lost = [row for row in rows if row in guilty or row.streamed]
         self._waiting.add(row for row in rows if row not in lost)
-        why = f"the worker failed: {FAILED.get(error.status, error.status)}"
-        self._fail(lost, Failure(code=error.status, message=why))
+        self._fail(lost, Failure(code=error.status, message=f"the worker failed: {error.status}"))
         again = len(rows) - len(lost)
-        self._on_message(
-            f"the worker failed ({error.status}: {error}); {len(lost)} rows ended, {again} are tried again"
-        )
+        self.on_message(f"the worker failed ({error.status}: {error}); {len(lost)} rows ended, {again} are tried again")
         if not died:
             try:
                 self._begin()
@@ -409,50 +379,38 @@ class Dispatcher:
             if self.state == "ready":
                 self.state = "loading"
         if not first:
-            self._metrics.restarted()
+            self.metrics.restarts.inc()
         for attempt in range(1 if first else RELOADS):
             if attempt:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping, RELOAD_S * 2 ** (attempt - 1))
+                    self._changed.wait_for(lambda: self._stopping, RELOAD_S)
             if self._stopping:
                 raise _EndedError
             try:
                 self._driver.load(self.plan)
                 self._begin()
-                self._try_prompts()
                 with self._changed:
                     if self.state == "loading":
                         self.state = "ready"
-                self._on_ready()
+                self.on_ready()
                 return
             except WorkerError as error:
                 self.fault, self.exit_code = error.line, error.exit_code
             self._driver.end(kill=True)
             if not self._stopping:
-                self._on_message(self.fault)
+                self.on_message(self.fault)
         raise _EndedError
 
     def _begin(self) -> None:
-        size = self._settings.cache_size
+        size = self.settings.cache_size
         with self._driver.lend() as worker:
-            started = worker.ask(BatchStart(load=self._load, rows=self._settings.rows, arrivals=True, cache_size=size))
+            started = worker.ask(BatchStart(load=self.load, rows=self.settings.rows, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
-        self._tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
+        self.tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
-            self._on_message(f"every prompt is computed whole: {self.cannot_reuse}")
+            self.on_message(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
-
-    def _try_prompts(self) -> None:
-        """Find out whether texts and chats can become token ids. A chat template may be missing or broken."""
-        self.cannot_complete, self.cannot_chat = map(self._why_not, TRIED)
-
-    def _why_not(self, prompt: Prompt) -> str | None:
-        try:
-            ids = self._tokenizer.encode_alone(prompt)
-        except ModelError as error:
-            return str(error)
-        return ids.message if isinstance(ids, Refusal) else None
 
 
 class _EndedError(Exception):

@@ -12,11 +12,11 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 300
 
 
 class Metrics:
-    """Counts and times of one server."""
+    """Counts and times of one server; the gauges are read from functions."""
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, running: Callable[[], float], waiting: Callable[[], float], kept: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
@@ -28,7 +28,7 @@ class Metrics:
         def gauge(name: str, help_text: str) -> Gauge:
             return Gauge(f"zinfer_{name}", help_text, registry=self.registry)
 
-        self._requests = counter("requests", "HTTP requests.", ["path", "status"])
+        self.requests = counter("requests", "HTTP requests.", ["path", "status"])
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts of ended rows.")
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV cache was reused.")
         self._tokens = counter("generated_tokens", "Tokens generated.")
@@ -40,27 +40,13 @@ class Metrics:
             "drafted": counter("drafts_verified", "Drafted tokens verified."),
             "accepted": counter("drafts_right", "Drafted tokens that were right."),
         }
-        self._restarts = counter("worker_restarts", "Workers started in place of one that died.")
-        self._ttft = seconds("ttft", "Time to first token.")
+        self.restarts = counter("worker_restarts", "Workers started in place of one that died.")
+        self.ttft = seconds("ttft", "Time to first token.")
         self._tpot = seconds("tpot", "Time per output token after the first.")
         self._e2e = seconds("e2e", "Time to the end of a row.")
-        self._kept = gauge("kv_cache_kept_bytes", "Host memory of kept KV caches.")
-        self._running = gauge("rows_running", "Rows that run.")
-        self._waiting = gauge("rows_waiting", "Rows without a token.")
-
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float], kept: Callable[[], float]) -> None:
-        """Read the gauges from functions."""
-        self._running.set_function(running)
-        self._waiting.set_function(waiting)
-        self._kept.set_function(kept)
-
-    def request(self, path: str, status: int) -> None:
-        """Count an HTTP request by its path and its status."""
-        self._requests.labels(path, str(status)).inc()
-
-    def first_token(self, seconds: float) -> None:
-        """Observe the time to the first token of a row."""
-        self._ttft.observe(seconds)
+        gauge("kv_cache_kept_bytes", "Host memory of kept KV caches.").set_function(kept)
+        gauge("rows_running", "Rows that run.").set_function(running)
+        gauge("rows_waiting", "Rows without a token.").set_function(waiting)
 
     def ended(self, request: Request, cached: int, seconds: float, since_first: float) -> None:
         """Observe the time of an ended row, and since its first token."""
@@ -75,10 +61,6 @@ class Metrics:
         self._tokens.inc(sum(len(row.tokens) for row in answer.rows))
         for name, metric in self._steps.items():
             metric.inc(getattr(answer, name))
-
-    def restarted(self) -> None:
-        """Count a worker that was started in place of one that died."""
-        self._restarts.inc()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""

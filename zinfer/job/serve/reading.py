@@ -1,8 +1,7 @@
 """Readers of prompts: texts and messages to token ids for the dispatcher, while the worker runs.
 
-Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half
-a second of CPU time, and one for long prompts, or slower ones. So a prompt that takes seconds holds up long ones
-alone, and no pass of the worker. In both, clients take turns: who sends many, or bad ones, waits for himself.
+Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half a
+second of CPU time, and one for long prompts, or slower ones. In both, clients take turns.
 """
 
 import threading
@@ -14,8 +13,6 @@ from zinfer.core.errors import error_line
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
-SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
-MAX_CLIENTS = 4096  # clients whose turns are remembered
 
 Ids = list[int] | Refusal
 Asked = tuple[Any, Any]  # a prompt, and whose it is
@@ -32,45 +29,31 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompt of a client to read, its owner, and its characters."""
+    """Prompt of a client to read, and its owner."""
 
     client: Hashable
     prompt: Any
     owner: Any
-    size: int
 
 
 class _Queue:
-    """Queue of prompts, fair to clients: the next one is of the client for whom least was read.
-
-    A client that was away for a while gains nothing by it.
-    """
+    """Queue of prompts whose clients take turns."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[_Part]] = {}
-        self._read: dict[Hashable, int] = {}  # characters by client
-        self._now = 0  # characters of the client whose turn came last, before it
+        self._waiting: dict[Hashable, deque[_Part]] = {}  # by client, the next one first
 
     def put(self, part: _Part) -> None:
-        if part.client not in self._waiting:
-            self._read[part.client] = max(self._read.get(part.client, 0), self._now)
         self._waiting.setdefault(part.client, deque()).append(part)
 
     def get(self) -> _Part | None:
         if not self._waiting:
             return None
-        client = min(self._waiting, key=self._read.__getitem__)
-        self._now = max(self._now, self._read[client])
-        part = self._waiting[client].popleft()
-        if not self._waiting[client]:
-            del self._waiting[client]
-        self.charge(client, 1 + part.size)
-        if len(self._read) > MAX_CLIENTS:
-            self._read = {name: size for name, size in self._read.items() if name in self._waiting or size > self._now}
+        client = next(iter(self._waiting))
+        parts_of_client = self._waiting.pop(client)
+        part = parts_of_client.popleft()
+        if parts_of_client:
+            self._waiting[client] = parts_of_client
         return part
-
-    def charge(self, client: Hashable, size: int) -> None:
-        self._read[client] = max(self._read.get(client, 0), self._now) + size
 
 
 class Reader:
@@ -98,9 +81,8 @@ class Reader:
         """Queue the prompts of a client, each with its owner."""
         with self._changed:
             for prompt, owner in asked:
-                size = characters(prompt)
-                queue = self._long if size > QUICK_CHARACTERS else self._short
-                queue.put(_Part(client, prompt, owner, size))
+                queue = self._long if characters(prompt) > QUICK_CHARACTERS else self._short
+                queue.put(_Part(client, prompt, owner))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -131,8 +113,7 @@ class Reader:
             self._report(part, ids)
             return
         with self._changed:
-            self._short.charge(part.client, SLOW)
-            self._long.put(part._replace(size=SLOW))
+            self._long.put(part)
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:

@@ -4,7 +4,7 @@ Measured values are solid with markers, limits are dashed, a batch that ran out 
 not drawn.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from math import isfinite
 from statistics import median
 
@@ -15,14 +15,12 @@ from zinfer.analysis import study
 from zinfer.analysis.group import Group, Metric, Points, by_load, samples
 from zinfer.analysis.rates import Spread, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
-from zinfer.core.case import Case
-from zinfer.core.units import figures, gb
+from zinfer.core.units import gb
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.report.plot.timeline import timeline
 
-_VALUED = 8  # maximum of points with written values
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
 
@@ -35,30 +33,24 @@ def draw(group: Group, points: Points, names: Collection[str] | None = None) -> 
 
 
 def throughput(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over batch size; failures in a strip."""
+    """Draw output tokens a second over batch size, and failures."""
     top = winner(points)
     if top is None or top.output_tok_s is None:
         return None
     others = tied(points, top)
     points = _shown(points)
-    failed = by_load([point for point in points if point.status != "ok"])
     answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {rate_text(top)} tok/s{_alone(top)}."
     answer += f" {others}" * bool(others)
     notes = (answer, f"{group.conditions}{_bars(points)}")
-    sheet = Sheet(group, "which engine, at which batch?", notes, strip_rows=len(failed))
+    sheet = Sheet(group, "which engine, at which batch?", notes)
     axes = sheet.panels[0]
     values = _lines(axes, points, lambda point: spread(samples(point, "output_tok_s")))
     values += _link_limits(axes, points)
     axes.plot([_batch(top)], [top.output_tok_s], "o", markersize=15, color="none", markeredgecolor=GREY, zorder=1)
     log_axis(axes, values)
+    _failed(axes, points)
     axes.set_ylabel("output tokens a second")
     batch_axis(axes, _sizes(points))
-    _values(axes, points)
-    if sheet.strip is not None:
-        axes.tick_params(labelbottom=False, bottom=False)
-        axes.set_xlabel("")
-        _strip(sheet.strip, failed, list(by_load(points)), _sizes(points))
-        batch_axis(sheet.strip, _sizes(points))
     return sheet.finish()
 
 
@@ -102,23 +94,6 @@ def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
     return held
 
 
-def link(group: Group, points: Points) -> Figure | None:
-    """Draw the link's use in decode steps, over its measured bandwidth."""
-    streamed = [point for point in points if point.usable and point.link_share]
-    if not streamed:
-        return None
-    full = median(point.link_bandwidth or 0 for point in streamed)
-    meaning = "Bytes of weights that cross the link in a step, coded or not, over the median step time."
-    sheet = Sheet(group, "how much of the link is used?", (meaning, group.conditions))
-    axes = sheet.panels[0]
-    values = _lines(axes, points, lambda point: spread([100 * share] if (share := point.link_share) else []))
-    axes.axhline(100, linestyle="--", color=GREY, linewidth=1.3, label=f"the link: {gb(full)}/s from pinned memory")
-    axes.set_ylim(0, 1.1 * max(100, *values))
-    axes.set_ylabel("% of the measured link")
-    batch_axis(axes, _sizes(streamed))
-    return sheet.finish()
-
-
 def reuse(run: Study) -> Figure | None:
     """Draw TTFT over the context, computed again and reloaded; None if empty."""
     points = study.measured(run)
@@ -132,21 +107,18 @@ def reuse(run: Study) -> Figure | None:
         axes = sheet.panels[0]
         held: list[float] = []
         for way, (colour, marker) in _WAYS.items():
-            samples_by_context = [
-                (p.context, p.recompute_ms if way == "recompute" else getattr(p, f"{way}_ms")) for p in points
+            timed = {p.context: [ms / 1e3 for ms in getattr(p, f"{way}_ms")] for p in points if getattr(p, f"{way}_ms")}
+            middle = [median(seconds) for seconds in timed.values()]
+            bars = [
+                [value - min(seconds) for value, seconds in zip(middle, timed.values(), strict=True)],
+                [max(seconds) - value for value, seconds in zip(middle, timed.values(), strict=True)],
             ]
-            timed = [(context, [ms / 1e3 for ms in samples]) for context, samples in samples_by_context if samples]
-            if not timed:
-                continue
-            middle = [median(samples) for _, samples in timed]
             label = "computed again" if way == "recompute" else f"reloaded from {way}"
-            axes.plot([context for context, _ in timed], middle, marker=marker, color=colour, label=label, zorder=3)
-            low = [value - min(samples) for value, (_, samples) in zip(middle, timed, strict=True)]
-            high = [max(samples) - value for value, (_, samples) in zip(middle, timed, strict=True)]
-            axes.errorbar(
-                [context for context, _ in timed], middle, yerr=(low, high), fmt="none", ecolor=colour, capsize=3
-            )
-            held += [value for _, samples in timed for value in samples]
+            if timed:
+                axes.errorbar(
+                    [*timed], middle, yerr=bars, marker=marker, color=colour, capsize=3, label=label, zorder=3
+                )
+            held += [value for seconds in timed.values() for value in seconds]
         for source in SOURCES:
             even = study.break_even(points, source)
             if even is not None and even > 0 and isfinite(even):
@@ -175,37 +147,6 @@ def _bars(points: Points) -> str:
 def _alone(point: Measurement) -> str:
     """Return the words for unknown noise and for lossy settings."""
     return ", one repeat" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
-
-
-def _values(axes: Axes, points: Points) -> None:
-    """Write the rate at each point of a figure with few points.
-
-    The text stands above its point; beside it where a line has one point only, and of two that are close together, to
-    the left of the first and to the right of the second.
-    """
-    loads = {load: [point for point in load_points if point.usable] for load, load_points in by_load(points).items()}
-    if sum(map(len, loads.values())) > _VALUED:
-        return
-    ticks = {round(tick) for tick in axes.get_xticks()}
-    low, high = axes.get_xlim()
-    close = (high / low) ** 0.12
-    look = series(loads)
-    for load, load_points in loads.items():
-        for nth, point in enumerate(load_points):
-            size = _batch(point)
-            after = nth + 1 < len(load_points) and _batch(load_points[nth + 1]) / size < close
-            before = nth > 0 and size / _batch(load_points[nth - 1]) < close
-            text = figures(point.output_tok_s or 0) + (f" (batch {size})" if size not in ticks else "")
-            if after:
-                side, offset = "right", (-9, 3)
-            elif before or len(load_points) == 1:
-                side, offset = "left", (11, -4)
-            else:
-                side, offset = "right" if nth + 1 < len(load_points) else "center", (6, 11)
-            axes.annotate(
-                text, (size, point.output_tok_s or 0), xytext=offset, textcoords="offset points", ha=side, size=8.5,
-                color=look[load]["color"], zorder=4,
-            )  # fmt: skip
 
 
 def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:
@@ -263,39 +204,19 @@ def _shown(points: Points) -> Points:
     )
 
 
-def _strip(
-    axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
-) -> None:
-    """Draw a row of failed batches for each load: × memory, + other."""
-    look = series(loads)
-    middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
-    for row, (load, load_points) in enumerate(failed.items()):
-        others = sorted({point.status for point in load_points if not point.status.startswith("oom")})
-        for mark, out in (("x", True), ("+", False)):
-            sizes = [_batch(point) for point in load_points if point.status.startswith("oom") is out]
-            axes.plot(sizes, [row] * len(sizes), mark, color=look[load]["color"], markersize=7, markeredgewidth=2)
-        on_left = min(_sizes(load_points)) >= middle
-        axes.annotate(
-            shortened(load.label(), 48) + (f" ({', '.join(others)})" if others else ""),
-            (min(_sizes(load_points)) if on_left else max(_sizes(load_points)), row),
-            xytext=(-9 if on_left else 9, 0),
-            textcoords="offset points",
-            ha="right" if on_left else "left",
-            va="center",
-            size=8,
-            color=look[load]["color"],
-        )
-    axes.set_ylim(len(failed) - 0.4, -0.6)
-    axes.set_yticks([])
-    kinds = {
-        "× out of\nmemory" if p.status.startswith("oom") else "+ failed"
-        for load_points in failed.values()
-        for p in load_points
-    }
-    axes.set_ylabel("\n".join(sorted(kinds, reverse=True)), rotation=0, ha="right", va="center", size=8.5)
-    axes.grid(axis="y", visible=False)
+def _failed(axes: Axes, points: Points) -> None:
+    """Draw failed batches above the x axis, a row for each load: × for want of memory, + for other reasons."""
+    look = series(by_load(points))
+    for row, (load, load_points) in enumerate(by_load([p for p in points if p.status != "ok"]).items()):
+        for mark, oom, words in (("x", True, "out of memory"), ("+", False, "failed")):
+            sizes = [_batch(point) for point in load_points if point.status.startswith("oom") is oom]
+            axes.plot(
+                sizes, [0.03 + 0.035 * row] * len(sizes), mark, transform=axes.get_xaxis_transform(), markersize=7,
+                markeredgewidth=2, color=look[load]["color"],
+                label=f"{words}: {shortened(load.label(), 70)}" if sizes else None,
+            )  # fmt: skip
 
 
 FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
-    figure.__name__: figure for figure in (throughput, latency, link, timeline)
+    figure.__name__: figure for figure in (throughput, latency, timeline)
 }

@@ -4,15 +4,13 @@ Measured series are solid lines with markers; limits and predictions are dashed 
 colour and its marker in every figure. A hollow marker means no offload, so a print without colour stays legible.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from math import ceil, log2
 from textwrap import wrap
 from typing import Any, Literal, Protocol
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from xml.sax.saxutils import escape
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -64,14 +62,9 @@ _STYLE = {
 _WIDTH, _DPI = 9.0, 150
 _LEFT, _RIGHT, _PANEL = 0.85, 0.25, 3.7  # inches, like all below
 DRAWN = _WIDTH - _LEFT - _RIGHT  # width of the drawn area
-_AXIS_LABEL, _LEGEND_ROW, _STRIP_ROW = 0.6, 0.2, 0.22
+_AXIS_LABEL, _LEGEND_ROW = 0.6, 0.2
 _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
 CHARACTER = 0.064  # width of one character of the legend's font, a generous estimate
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "http://www.w3.org/1999/xlink"
-_STROKES = "stroke-linejoin:round;stroke-linecap:butt"  # matplotlib's defaults for elements without a style
-_FONTS = "'DejaVu Sans',Verdana,sans-serif"
-_COORDINATES = ("d", "x", "y", "transform")
 
 
 class Titled(Protocol):
@@ -91,8 +84,8 @@ def looks() -> Iterator[None]:
 def render(figure: Figure, form: Format) -> bytes:
     """Return the figure's file. Equal figures give equal bytes: no dates, no versions, no random ids.
 
-    SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers. No
-    text has a formula or an invisible character (`zinfer.system.printable`), which no XML file may have.
+    SVG is text as text, with a title and a description for screen readers. No text has a formula or an invisible
+    character (`zinfer.system.printable`), which no XML file may have.
     """
     for text in _texts(figure):
         text.set_parse_math(False)
@@ -103,16 +96,10 @@ def render(figure: Figure, form: Format) -> bytes:
         figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
     if form == "png":
         return buffer.getvalue()
-    root = ElementTree.fromstring(printable(buffer.getvalue().decode()))
-    _slim(root)
-    for tag, words in (("desc", said(figure, "note")), ("title", said(figure, "title"))):
-        root.insert(0, element := Element(f"{{{_SVG}}}{tag}"))
-        element.text = words
-    root.attrib |= {"role": "img", "style": _STROKES}
-    ElementTree.register_namespace("", _SVG)
-    ElementTree.register_namespace("xlink", _XLINK)
-    svg: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
-    return svg + b"\n"
+    words = (f"<{tag}>{escape(said(figure, part))}</{tag}>" for tag, part in (("title", "title"), ("desc", "note")))
+    head, svg, rest = printable(buffer.getvalue().decode().replace(" \n", " ")).partition("<svg ")
+    attributes, _, inside = rest.partition(">")
+    return f'{head}{svg}role="img" {attributes}>{"".join(words)}{inside}'.encode()
 
 
 def _texts(figure: Figure) -> Iterator[MatplotlibText]:
@@ -124,50 +111,9 @@ def _texts(figure: Figure) -> Iterator[MatplotlibText]:
         yield from (*axes.texts, axes.xaxis.label, axes.yaxis.label)
 
 
-def said(figure: Figure, part: Literal["title", "note"]) -> str:
-    """Return a figure's title, or its notes."""
+def said(figure: Figure, part: str) -> str:
+    """Return a figure's title, or its notes ("note")."""
     return " ".join(text.get_text() for text in figure.texts if text.get_gid() == part)
-
-
-def _slim(root: Element) -> None:
-    """Remove metadata, unused ids, empty groups and excess digits from SVG."""
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    texts = " ".join(value for element in root.iter() for key, value in element.items() if key != "id")
-    used = set(re.findall(r"#([\w.-]+)", texts))
-    for element in root.iter():
-        if element.get("id") not in used:
-            element.attrib.pop("id", None)
-        for name in _COORDINATES:
-            if value := element.get(name):
-                value = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{round(float(number[0]), 2) + 0.0:g}", value)
-                element.set(name, re.sub(r"\s*\n\s*|(?<=[A-Za-z]) | (?=[A-Za-z])", "", value.strip()))
-        if re.match(r"rotate\(-?0 ", element.get("transform", "")):
-            del element.attrib["transform"]
-        if style_ := element.get("style"):
-            element.set("style", style_.replace("; ", ";").replace(": ", ":").replace("'DejaVu Sans'", _FONTS))
-        if element.tag != f"{{{_SVG}}}text":
-            element.text = element.tail = None
-        element.tail = None
-    _unwrap(root)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag == f"{{{_SVG}}}defs" and not len(child):
-                parent.remove(child)
-    for child in root:
-        child.tail = "\n"  # a line for each part, so that a difference of two versions can be read
-    root.text = "\n"
-
-
-def _unwrap(element: Element) -> None:
-    """Replace groups without attributes by their children, from the inside out."""
-    children: list[Element] = []
-    for child in element:
-        _unwrap(child)
-        children += list(child) if child.tag == f"{{{_SVG}}}g" and not child.attrib else [child]
-    element[:] = children
 
 
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
@@ -202,7 +148,7 @@ def shortened(text: str, length: int) -> str:
 
 
 class Sheet:
-    """Figure under construction: panels, an optional strip, and a legend.
+    """Figure under construction: panels and a legend.
 
     With `stack` the panels stand one below the other, each given as the room above it and its height, in inches.
     """
@@ -213,24 +159,17 @@ class Sheet:
         question: str,
         notes: Iterable[str],
         panels: int = 1,
-        strip_rows: int = 0,
         stack: Sequence[tuple[float, float]] = (),
     ) -> None:
         self._titles = wrap(f"{about.title}: {question}", 80)
         self._notes = [line for note in notes for line in wrap(note, 124)]
         self._figure = Figure()
         FigureCanvasAgg(self._figure)
-        self.strip: Axes | None = None
-        if stack:
-            ratios = [inches for pair in stack for inches in pair]
-            grid = self._figure.add_gridspec(len(ratios), 1, height_ratios=ratios, hspace=0)
-            self.panels = [self._figure.add_subplot(grid[row, 0]) for row in range(1, len(ratios), 2)]
-        else:
-            ratios = [_PANEL, _STRIP_ROW * strip_rows] if strip_rows else [_PANEL]
-            grid = self._figure.add_gridspec(len(ratios), panels, height_ratios=ratios, hspace=0.04, wspace=0.2)
-            self.panels = [self._figure.add_subplot(grid[0, column]) for column in range(panels)]
-            self.strip = self._figure.add_subplot(grid[1, 0], sharex=self.panels[0]) if strip_rows else None
-        self._rows = ratios
+        self._rows = [inches for pair in stack for inches in pair] or [_PANEL]
+        columns = 1 if stack else panels
+        grid = self._figure.add_gridspec(len(self._rows), columns, height_ratios=self._rows, hspace=0, wspace=0.2)
+        rows = range(1, len(self._rows), 2) if stack else (0,)
+        self.panels = [self._figure.add_subplot(grid[row, column]) for row in rows for column in range(columns)]
 
     def finish(self) -> Figure:
         """Place title, notes and legend around the panels; return the figure."""

@@ -1,6 +1,5 @@
 """Timeline of a decode step: lanes over time, and the link's waits.
 
-The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
 Hatched parts of the link's lane are time that the step takes beyond its bytes. The lanes of several GPUs stand below
 each other, on one clock.
 """
@@ -9,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import ConnectionPatch, PathPatch
+from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter
 
@@ -24,7 +22,6 @@ from zinfer.analysis.timeline import (
     busy,
     busy_bandwidth,
     by_rank,
-    focus,
     hidden_share,
     idle,
     length_ms,
@@ -32,7 +29,7 @@ from zinfer.analysis.timeline import (
     waits,
 )
 from zinfer.core.units import figures, gb
-from zinfer.record.measurement import Carried, Lane, Measurement, Span
+from zinfer.record.measurement import Carried, Lane, Measurement
 from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
 
 _SHOWN = 3  # configurations in one figure, the fastest
@@ -49,8 +46,7 @@ _CARRIES: dict[Carried, tuple[str, str]] = {  # colour and meaning of copies of 
     "expert": ("#2f6f95", "chosen experts cross the link"),
     "guess": (PALETTE[2], "guessed experts cross the link"),
 }
-_LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first block, above a further one, within one
-_FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
+_LANE, _FIRST, _FURTHER = 0.25, 0.75, 1.2  # inches: a lane, the room above the first step, and above a further one
 _LINE = 15  # points, a line of words above a block
 _INDENT = -48  # points from the axes to the figure's notes
 _COLUMNS = 300  # things next to each other that can be told apart in an inch
@@ -67,15 +63,12 @@ def timeline(group: Group, points: Points) -> Figure | None:
     what = f"A decode step of {which}, each at its own best batch, traced after the timed ones."
     stack: list[tuple[float, float]] = []
     for point in shown:
-        lanes, words = len(_lanes(point.timeline)), _LINE / 72 * (len(_words(point)) - 3)
-        stack += [(words + (_FURTHER if stack else _FIRST), _LANE * lanes), (_WITHIN, _WIDE_LANE * (lanes + 0.45))]
+        words = _LINE / 72 * (len(_words(point)) - 3)
+        stack.append((words + (_FURTHER if stack else _FIRST), _LANE * len(_lanes(point.timeline))))
     sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
     longest = max(length_ms(point.timeline) for point in shown)
-    for nth, point in enumerate(shown):
-        whole, part = sheet.panels[2 * nth : 2 * nth + 2]
-        _overview(whole, point, longest)
-        _magnified(part, point.timeline)
-        _join(whole, part, focus(_waiting(point.timeline)))
+    for axes, point in zip(sheet.panels, shown, strict=True):
+        _step(axes, point, longest)
     sheet.panels[-1].set_xlabel("ms from the beginning of the step")
     return sheet.finish()
 
@@ -99,22 +92,14 @@ def _lanes(spans: Spans) -> list[_Lane]:
     ]
 
 
-def _waiting(spans: Spans) -> Spans:
-    """Return the spans of the GPU whose link waits longest."""
-    return max(by_rank(spans), key=lambda rank_spans: waits(rank_spans).total_ms)
-
-
-def _overview(axes: Axes, point: Measurement, longest: float) -> None:
-    """Draw the whole step on a common scale, with words above it."""
-    _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest), named=True)
-    axes.xaxis.tick_top()
-    axes.tick_params(axis="x", length=0, pad=2)
-    axes.spines["bottom"].set_visible(False)
+def _step(axes: Axes, point: Measurement, longest: float) -> None:
+    """Draw a step on a common scale, with words above it."""
+    _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest))
     lines = _words(point)
     for row, words in enumerate(lines):
         axes.annotate(
             words, (0, 1), xycoords="axes fraction", textcoords="offset points", size=9 if row else 10.5,
-            xytext=(_INDENT, 24 + _LINE * (len(lines) - 1 - row) + 2 * (not row)), color=GREY if row else INK,
+            xytext=(_INDENT, 8 + _LINE * (len(lines) - 1 - row) + 2 * (not row)), color=GREY if row else INK,
         )  # fmt: skip
 
 
@@ -160,32 +145,8 @@ def _ms(value: float) -> str:
     return f"{value:,.1f}" if value >= 10 else figures(value, 2)
 
 
-def _magnified(axes: Axes, spans: Spans) -> None:
-    """Draw the stretch in which a link waits longest."""
-    worst = _waiting(spans)
-    low, high = focus(worst)
-    margin, end = 0.02 * (high - low), length_ms(spans)
-    limits = low - margin, high + margin
-    _bars(axes, spans, limits, inches=DRAWN)
-    lanes = _lanes(spans)
-    axes.set_ylim(len(lanes) - 0.5, -0.95)
-    for outside in ((limits[0], 0.0), (end, limits[1])):
-        if outside[0] < outside[1]:
-            axes.axvspan(*outside, facecolor="#F1F1F1", zorder=0)
-    gaps = [(max(start, low), min(stop, high)) for start, stop in idle(worst)]
-    start, stop = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0.0, 0.0))
-    if stop - start >= 0.002 * (high - low):
-        late = start > (low + high) / 2
-        which = f" {worst[0].rank}" if len(by_rank(spans)) > 1 else ""
-        who = "" if lanes[0].lane == "copy" and not which else f"the link{which} "
-        axes.text(
-            stop if late else start, -0.47, f"{who}waits {_ms(stop - start)} ms", size=8, color=_VERMILION,
-            ha="right" if late else "left", va="bottom",
-        )  # fmt: skip
-
-
-def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inches: float = 0.0) -> None:
-    """Draw every span as a bar in its lane, numbered given `inches`."""
+def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
+    """Draw every span as a bar in its lane."""
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -195,24 +156,18 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(axis="y", visible=False)
     for row, (lane, spans_of, _) in enumerate(lanes):
-        lane_spans = [
-            span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]
-        ]
+        lane_spans = [span for span in spans_of if span.lane == lane and span.end_ms > 0]
         for carries in (None, *(kind for kind in _CARRIES if any(span.carries == kind for span in lane_spans))):
-            alike = [span for span in lane_spans if span.carries == carries]
-            meaning = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
-            for odd in (False, True):
-                label = meaning if named and not odd else None
-                pairs = _joined([(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd], limits)
-                _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
-        for span in lane_spans if inches else ():
-            _name(axes, span, row, limits, inches)
-    for row, (lane, spans_of, _) in enumerate(lanes):
+            colour, meaning = (_LOOKS[lane][0], _LOOKS[lane][2]) if carries is None else _CARRIES[carries]
+            for odd in (False, True):  # layers next to each other differ in tone
+                alike = [span for span in lane_spans if span.carries == carries and bool((span.layer or 0) % 2) is odd]
+                pairs = _joined([(span.start_ms, span.end_ms) for span in alike], limits)
+                tone = lighter(colour, 0.45 if odd else 0.0)
+                _boxes(axes, pairs, row, None if odd else meaning, color=tone, linewidth=0.3)
         if lane == "copy":
-            inside = ((max(start, limits[0]), min(stop, limits[1])) for start, stop in idle(spans_of))
-            gaps = [(start, stop) for start, stop in inside if stop - start >= _column(limits)]
+            gaps = [(start, stop) for start, stop in idle(spans_of) if stop - start >= _column(limits)]
             _boxes(
-                axes, gaps, row, "the link waits" if named else None,
+                axes, gaps, row, "the link waits",
                 facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
             )  # fmt: skip
 
@@ -242,31 +197,3 @@ def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, *
     codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(pairs)
     path = Path(vertices, codes) if pairs else Path([(0.0, row)])  # an empty path draws nothing, but has its legend
     axes.add_artist(PathPatch(path, label=label, snap=False, **look))  # add_patch would look at every corner
-
-
-def _odd(span: Span) -> bool:
-    return span.layer is not None and span.layer % 2 == 1
-
-
-def _tone(lane: Lane, odd: bool, carries: Carried | None) -> str:
-    return lighter(_LOOKS[lane][0] if carries is None else _CARRIES[carries][0], 0.45 if odd else 0.0)
-
-
-def _name(axes: Axes, span: Span, row: int, limits: Interval, inches: float) -> None:
-    """Write the layer's number into its bar, or "other", where that fits."""
-    start, stop = max(span.start_ms, limits[0]), min(span.end_ms, limits[1])
-    room = (stop - start) / (limits[1] - limits[0]) * inches
-    names = ("other",) if span.layer is None else (f"layer {span.layer}", f"{span.layer}")
-    if text := next((name for name in names if 0.075 * len(name) + 0.05 < room), ""):
-        ink = "white" if sum(to_rgb(_tone(span.lane, _odd(span), span.carries))) < 1.5 else INK
-        axes.text((start + stop) / 2, row, text, ha="center", va="center", size=8, color=ink)
-
-
-def _join(whole: Axes, part: Axes, stretch: Interval) -> None:
-    """Mark in `whole` the stretch that `part` shows."""
-    whole.axvspan(*stretch, facecolor="none", edgecolor=GREY, linewidth=1, zorder=4)
-    for x, corner in zip(stretch, (0, 1), strict=True):
-        patch = ConnectionPatch(
-            (x, 0), (corner, 1), whole.get_xaxis_transform(), part.transAxes, color=GREY, linewidth=0.7
-        )
-        whole.figure.add_artist(patch)

@@ -57,6 +57,25 @@ class Tiles:
         return cls(tile_rows, tile_columns, each, triton.cdiv(steps, each))
 
 
+@dataclass(frozen=True)
+class Gate:
+    """Product of two halves of a row: ``gate * sigmoid(alpha * gate) * (up + offset)``, both clamped to `limit`.
+
+    The halves follow each other, or are `interleaved`. That of SwiGLU is the default.
+    """
+
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = float("inf")
+    offset: float = 0.0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the products ``[.., I]`` of `rows` ``[.., 2 * I]``."""
+        gate, up = (rows[..., ::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)
+
+
 def _divisor(size: int, limit: int) -> int:
     """Return the length of a tile's side, a power of two. It is the largest one up to `limit` that divides `size`, or
     where that is small the next one above `size`, up to 256."""
@@ -151,6 +170,34 @@ def combine(
         num_warps=4,
     )
     return out
+
+
+def activate(partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, gate: Gate, out: Tensor) -> None:
+    """Sum partial products, add the bias, and put gated rows into `out`.
+
+    `partial` is ``[pairs, splits, 2 * I]``, `out` ``[pairs, I]``; `bias` is ``[E, 2 * I]`` with ``E = count``.
+    """
+    pairs, splits, _ = partial.shape
+    together = triton.next_power_of_2(splits)
+    block = max(16, min(COMBINED, ADDED // together))
+    _activate[(pairs, triton.cdiv(out.shape[1], block))](
+        partial,
+        experts,
+        partial if bias is None else bias,
+        out,
+        splits,
+        gate.alpha,
+        gate.limit,
+        gate.offset,
+        EXPERTS=count,
+        ROWS=out.shape[1],
+        INTERLEAVED=gate.interleaved,
+        SILU=gate.alpha == 1,
+        BIASED=bias is not None,
+        SPLITS=together,
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -253,7 +300,8 @@ def _combine(
     for number in range(EACH):
         pair = token * EACH + number
         place = (pair * splits + split)[:, None] * ROWS + row[None, :]
-        value = tl.sum(tl.load(partial + place, mask=(split < splits)[:, None] & inside[None, :], other=0.0), 0)
+        mask = (split < splits)[:, None] & inside[None, :]
+        value = tl.sum(tl.load(partial + place, mask=mask, other=0.0).to(tl.float32), 0)
         expert = tl.load(experts + pair).to(tl.int64)
         valid = (expert >= 0) & (expert < EXPERTS)
         value = rounded(value, TYPE).to(tl.float32)
@@ -264,3 +312,65 @@ def _combine(
             value = rounded(value * tl.load(weights + pair).to(tl.float32), PRODUCT).to(tl.float32)
         total += tl.where(valid, value, 0.0)
     tl.store(out + token * ROWS + row, rounded(total, TYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits", "alpha", "limit", "offset"])
+def _activate(
+    partial,
+    experts,
+    bias,
+    out,
+    splits,
+    alpha,
+    limit,
+    offset,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SILU: tl.constexpr,
+    BIASED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum a pair's partial products, add the bias, and gate the rows."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    pair = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < ROWS
+    expert = tl.minimum(tl.maximum(tl.load(experts + pair).to(tl.int64), 0), EXPERTS - 1)
+    partial += pair.to(tl.int64) * splits * (2 * ROWS)
+    bias += expert * (2 * ROWS)
+    first = 2 * row if INTERLEAVED else row
+    second = first + 1 if INTERLEAVED else row + ROWS
+    gate = tl.minimum(_summed(partial, bias, first, inside, splits, 2 * ROWS, TYPE, BIASED, SPLITS), limit)
+    up = _summed(partial, bias, second, inside, splits, 2 * ROWS, TYPE, BIASED, SPLITS)
+    up = rounded(tl.minimum(tl.maximum(up, -limit), limit) + offset, TYPE).to(tl.float32)
+    if SILU:
+        value = rounded(gate / (1.0 + tl.exp(-gate)), TYPE).to(tl.float32)
+    else:
+        value = rounded(1.0 / (1.0 + tl.exp(-rounded(alpha * gate, TYPE).to(tl.float32))), TYPE).to(tl.float32)
+        value = rounded(gate * value, TYPE).to(tl.float32)
+    value *= up
+    tl.store(out + pair.to(tl.int64) * ROWS + row, rounded(value, TYPE), mask=inside)
+
+
+@triton.jit
+def _summed(
+    partial,
+    bias,
+    row,
+    inside,
+    splits,
+    WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
+    BIASED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return the sums of partial products with their bias, float32."""
+    split = tl.arange(0, SPLITS)
+    mask = (split < splits)[:, None] & inside[None, :]
+    value = tl.sum(tl.load(partial + split[:, None] * WIDTH + row[None, :], mask=mask, other=0.0).to(tl.float32), 0)
+    value = rounded(value, TYPE).to(tl.float32)
+    if BIASED:
+        value = rounded(value + tl.load(bias + row, mask=inside, other=0.0).to(tl.float32), TYPE).to(tl.float32)
+    return value

@@ -1,9 +1,9 @@
-"""Routed experts in passes of few tokens: kernels read each once.
+"""Routed experts: kernels that read each once, in passes of few tokens, or quantised in passes of any.
 
 `transformers` computes experts by grouped matrix products. Their tiles are made for many rows, and around them rows are
 sorted, counted, moved and moved back, so that a token or two takes twice as long as reading its experts. The kernels
-(`zinfer.engine.stream.experts.expert_kernel`) read each chosen expert once and nothing else. Of experts that stay on
-the GPU quantised they read the codes (`zinfer.engine.stream.weights.products`).
+(`zinfer.engine.stream.experts.expert_kernel`) read each chosen expert once and nothing else. Experts that stay on the
+GPU quantised are multiplied from their codes (`zinfer.engine.stream.weights.low_bit`), whatever the number of tokens.
 
 The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
 for architectures. A call that the kernels do not serve goes to the implementation that `transformers` chose: one with
@@ -12,16 +12,16 @@ both ways: kernels that do not compile, or give other results, are not used any 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
-from zinfer.core.engine import CODED_PAIRS
 from zinfer.engine.stream.experts.modules import through_interface
-from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight, StackedCodes
+from zinfer.engine.stream.weights.low_bit import Aligned, Matrix
+from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight
 from zinfer.engine.triton_check import cannot_run
 
 NAME = "zinfer_few"  # name of the implementation
@@ -33,6 +33,9 @@ ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
 MAX_PAIRS = 64
 MAX_READS = 1.5
 Implementation = Callable[..., Tensor]
+
+if TYPE_CHECKING:
+    from zinfer.engine.stream.experts.expert_kernel import Gate
 
 
 def pays(tokens: int, each: int, experts: int) -> bool:
@@ -127,52 +130,56 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and count == down.shape[0]
     small = max(up.numel(), down.numel()) // count < 1 << 31  # places within a matrix have 32 bits
     supported = weights.dtype in (states.dtype, torch.float32)
-    if all(_codes(matrix, bool(module.is_transposed)) is not None for matrix in (up, down)):
-        few = 0 < experts.numel() <= CODED_PAIRS * count
+    if _from_codes(up, down) is not None:
+        served = experts.numel() > 0
     else:
-        few = pays(len(experts), experts.shape[1], count)
-    return same and fits and small and supported and few
+        served = small and pays(len(experts), experts.shape[1], count)
+    return same and fits and supported and served
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
     """Return the key that the kernels are compiled for."""
-    stacks = [getattr(module, name) for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, name)]
-    from_codes = tuple(_codes(stack, bool(module.is_transposed)) is not None for stack in stacks)
-    shapes = tuple(stack.shape for stack in stacks)
-    return type(module), shapes, from_codes, states.dtype, weights.dtype, tuple(experts.shape)
+    matrices = _matrices(module)
+    assert matrices is not None
+    (up, _), (down, _) = matrices
+    kind = type(module), up.shape, down.shape, states.dtype, weights.dtype
+    return (*kind, None if _from_codes(up, down) is not None else tuple(experts.shape))
 
 
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    from zinfer.engine.stream.experts.expert_kernel import combine, multiply_gated
+    from zinfer.engine.stream.experts.expert_kernel import Gate, activate, combine, multiply, multiply_gated
 
     matrices = _matrices(module)
     assert matrices is not None
     ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
-    if _plain_gate(module) and up_bias is None and not transposed and _codes(up, transposed) is None:
+    aligned: dict[int, Aligned] = {}
+    coded, gate = _from_codes(up, down), _gate_of(module)
+    if coded is None and gate == Gate() and up_bias is None and not transposed:
         inner = multiply_gated(states, _unpacked(up), experts)
     else:
-        partial = _products(states, up, experts, transposed)
-        first: Any = combine(partial, experts, count, up_bias, None, states.dtype)
-        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)  # type: ignore[operator]
-    partial = _products(inner.contiguous(), down, experts, transposed)
+        if coded is not None:
+            partial = coded[0].multiply_pairs(states, experts, aligned)
+        else:
+            partial = multiply(states, _unpacked(up), experts, transposed)
+        if gate is not None:
+            inner = states.new_empty(len(partial), partial.shape[2] // 2)
+            activate(partial, experts, count, up_bias, gate, inner)
+        else:
+            first: Any = combine(partial, experts, count, up_bias, None, states.dtype)
+            inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)  # type: ignore[operator]
+            inner = inner.contiguous()
+    if coded is not None:
+        partial = coded[1].multiply_pairs(inner, experts, aligned)
+    else:
+        partial = multiply(inner, _unpacked(down), experts, transposed)
     return combine(partial, experts, count, down_bias, weights, states.dtype)
 
 
-def _codes(weights: Tensor, transposed: bool) -> StackedCodes | None:
-    """Return a stacked weight's codes, None if it is multiplied unpacked."""
-    codes = weights.stacked if isinstance(weights, LazyWeight) else None
-    return codes if codes is not None and codes.ready(transposed) else None
-
-
-def _products(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    """Return the partial products of each pair, from codes if possible."""
-    from zinfer.engine.stream.experts.expert_kernel import multiply
-
-    codes = _codes(weights, transposed)
-    if codes is not None:
-        return codes.multiply(states, experts, transposed)
-    return multiply(states, _unpacked(weights), experts, transposed)
+def _from_codes(up: Tensor, down: Tensor) -> tuple[Matrix, Matrix] | None:
+    """Return two stacked weights as kernels read their codes; None if they are multiplied unpacked."""
+    first, second = (weight.matrix() if isinstance(weight, LazyWeight) else None for weight in (up, down))
+    return None if first is None or second is None else (first, second)
 
 
 def _unpacked(weights: Tensor) -> Tensor:
@@ -182,8 +189,29 @@ def _unpacked(weights: Tensor) -> Tensor:
     return weights
 
 
-def _plain_gate(module: nn.Module) -> bool:
-    """Tell whether a module's gate is that of SwiGLU."""
-    gate, default = getattr(type(module), "_apply_gate", None), getattr(moe, "_default_apply_gate", None)
-    activation = type(getattr(module, "act_fn", None)).__name__
-    return bool(module.has_gate) and gate is not None and gate is default and activation in ("SiLU", "SiLUActivation")
+_gates: dict[tuple[object, ...], "Gate | None"] = {}  # by class, activation, and the numbers that modules name
+
+
+def _gate_of(module: nn.Module) -> "Gate | None":
+    """Return the gate that gives a module's own values in a trial; None if none does."""
+    from zinfer.engine.stream.experts.expert_kernel import Gate
+
+    if not module.has_gate:
+        return None
+    values = {name: getattr(module, name, None) for name in ("alpha", "swiglu_alpha", "limit", "swiglu_limit")}
+    key = type(module), type(getattr(module, "act_fn", None)), *values.values()
+    if key not in _gates:
+        alphas, limits = (
+            [values[name] for name in names] for names in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
+        )
+        rows = torch.linspace(-9, 9, 4 * 254).view(4, 254).roll(77)
+        expected = module._apply_gate(rows)  # type: ignore[operator]
+        trials = (
+            Gate(interleaved, float(alpha), float(limit), offset)
+            for interleaved in (False, True)
+            for alpha in (1, *filter(None, alphas))
+            for limit in (float("inf"), *filter(None, limits))
+            for offset in (0.0, 1.0)
+        )
+        _gates[key] = next((gate for gate in trials if torch.allclose(gate(rows), expected, 1e-4, 1e-4)), None)
+    return _gates[key]

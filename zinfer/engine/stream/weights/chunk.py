@@ -88,11 +88,11 @@ class PackedLayer:
 
     @property
     def start(self) -> int:
-        return self.chunks[0].start
+        return self.chunks[0].start if self.chunks else 0
 
     @property
     def end(self) -> int:
-        return self.chunks[-1].end
+        return self.chunks[-1].end if self.chunks else 0
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ class PackedLayer:
         """Parameters that the layer's bytes hold as they are. Their places are shifted there by these bytes."""
         shifts = dict[str, int]()
         for name, block in self.blocks.items():
-            of_chunks = {None if chunk.layout else chunk.start - chunk.place for chunk in self._chunks_of(block)}
+            of_chunks = {None if chunk.layout else chunk.start - chunk.place for chunk in self.chunks_of(block)}
             if len(of_chunks) == 1 and (shift := of_chunks.pop()) is not None:
                 shifts[name] = shift - self.start
         return shifts
@@ -118,10 +118,11 @@ class PackedLayer:
     def chunks_to_unpack(self) -> tuple[Chunk, ...]:
         """Chunks with a parameter that is not `in_place`."""
         others = [block for name, block in self.blocks.items() if name not in self.in_place]
-        starts = {chunk.start for block in others for chunk in self._chunks_of(block)}
+        starts = {chunk.start for block in others for chunk in self.chunks_of(block)}
         return tuple(chunk for chunk in self.chunks if chunk.start in starts)
 
-    def _chunks_of(self, block: TensorPlace) -> list[Chunk]:
+    def chunks_of(self, block: TensorPlace) -> list[Chunk]:
+        """Return the chunks that hold a parameter, or part of it."""
         first, end = block.offset, block.offset + block.size
         return [chunk for chunk in self.chunks if chunk.place < end and first < chunk.place + chunk.unpacked_bytes]
 

@@ -17,8 +17,6 @@ from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.stream.weights import codec
 
 UNIT = 16  # bytes
-# Rows of codes of transposed experts (a row for each input) that share a row of scales: products read them together.
-TRANSPOSED_ROWS = 32
 
 
 def _up(size: int) -> int:
@@ -83,40 +81,6 @@ class CodesLayout:
             zeros.view(torch.int16).view(self.grid) if self.zeros else None, self.divisor, self.factor,
             order.view(torch.int32) if self.order else None,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """Like chunks of rows of one matrix, `count` of them. They are `stride` bytes apart; the last may have fewer
-    rows."""
-
-    layout: CodesLayout
-    last: CodesLayout
-    count: int = 1
-    stride: int = 0
-
-    @property
-    def rows(self) -> int:
-        return (self.count - 1) * self.layout.rows + self.last.rows
-
-    @property
-    def size(self) -> int:
-        """Bytes from the first chunk's beginning to the last one's end."""
-        return (self.count - 1) * self.stride + self.last.size
-
-    def continued(self, layout: CodesLayout, begin: int) -> "Run | None":
-        """Return the run with one more chunk, `begin` bytes behind its start. None if the chunk does not continue
-        it."""
-        first, stride = self.layout, self.stride or begin
-        whole_blocks = (
-            layout.grid[0] == -(-layout.rows // layout.block[0]) if first.grid[0] > 1 else layout.grid[0] == 1
-        )
-        same = replace(layout, rows=first.rows, grid=first.grid) == first and layout.grid[1] == first.grid[1]
-        if not (same and whole_blocks and begin == self.count * stride):
-            return None
-        if not self.last.rows == first.rows >= layout.rows:
-            return None
-        return replace(self, last=layout, count=self.count + 1, stride=stride)
 
 
 def rows_of_chunk(codes: Codes, itemsize: int, max_bytes: int) -> int:

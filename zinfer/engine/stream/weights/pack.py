@@ -111,8 +111,7 @@ def pack_layers(
     """
     packers = dict[int, tuple[Codec, AnyMemory]]()
     missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
-    loaded: Iterator[tuple[str, Loaded]] = (state.load_stored if lossless else state.load)(device, progress)
-    for index, group in by_layer(state, loaded):
+    for index, group in by_layer(state, state.load(device, progress, stored=lossless)):
         if index is None:
             if resident is not None:
                 copy_into(resident, group)

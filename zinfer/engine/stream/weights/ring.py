@@ -27,7 +27,7 @@ weights. A pass that ends in an exception leaves the ring to begin anew with the
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.core.progress import Progress, silent
+from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
 from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
@@ -90,6 +91,7 @@ class PrefetchRing:
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._attached: list[list[Tensor]] = []  # weights of each layer, in the order of its blocks
         self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
+        self._held: dict[int, PackedLayer] = {}  # resident layers without what `shed` left out
         self._only_resident: set[int] = set()  # layers that are in no source
         self.unpacked: frozenset[int] = frozenset()  # resident layers whose bytes are those of the layer buffer
         self._unpackers: dict[int, Callable[[], None]] = {}  # layer -> what unpacks it where it stays, if given
@@ -116,7 +118,7 @@ class PrefetchRing:
     ) -> None:
         """Make the weights of `layer`, number `index`, views of the layer buffer. Hooks bring the layer there when it
         is called. `entries` go by the names in its packed layer. The layer gets `weights` instead of views; `unpack`
-        brings it when it stays, by `unpack_chunks`."""
+        brings it when it stays, by `unpack_now`."""
         packed, views = self.layers[index], self._views(index) | dict(weights or {})
         if unpack is not None:
             self._unpackers[index] = unpack
@@ -176,6 +178,7 @@ class PrefetchRing:
                 self._pack_again(index)
             else:
                 del self._resident[index]
+                self._held.pop(index, None)
             self.unpacked -= {index}
             self._point(index)
         for index in sorted(wanted - self._resident.keys()):
@@ -183,7 +186,7 @@ class PrefetchRing:
             self._point(index)
         for index in sorted(plain - self.unpacked):
             content = torch.empty(self.layers[index].unpacked_bytes, dtype=torch.uint8, device=self._device)
-            self._unpack_resident(index, self.layers[index].chunks, content)
+            self.unpack_resident(index, self.layers[index].chunks, content)
             self._resident[index] = content
             self.unpacked |= {index}
             self._point(index)
@@ -193,6 +196,31 @@ class PrefetchRing:
         memory, content = LayerMemory(self._device), self._resident[index]
         packed = pack({name: block.view(content) for name, block in self.layers[index].blocks.items()}, memory)
         self.layers[index], self._resident[index] = packed, memory.whole()
+
+    def shed(self, index: int, names: Iterable[str]) -> None:
+        """Free the bytes of the weights `names` of a layer that stays. Who needs them has them elsewhere."""
+        packed, content = self.held(index), self._resident[index]
+        gone = {chunk.start for name in names for chunk in packed.chunks_of(packed.blocks[name])}
+        if not gone:
+            return
+        memory, chunks = LayerMemory(self._device), list[Chunk]()
+        for chunk in packed.chunks:
+            if chunk.start not in gone:
+                start = memory.used
+                memory.take(-(-chunk.size // ALIGNMENT) * ALIGNMENT)[: chunk.size].copy_(self.bytes_of(index, chunk))
+                chunks.append(replace(chunk, start=start, end=start + chunk.size))
+        self._resident[index] = memory.whole() if chunks else content[:0].clone()
+        self._held[index] = PackedLayer(tuple(chunks), packed.blocks, packed.unpacked_bytes)
+        self._point(index)
+
+    def held(self, index: int) -> PackedLayer:
+        """Return the chunks that the device holds of a layer that stays."""
+        return self._held.get(index, self.layers[index])
+
+    def bytes_of(self, index: int, chunk: Chunk) -> Tensor:
+        """Return a chunk of `held`, on the device."""
+        start = chunk.start - self.held(index).start
+        return self._resident[index][start : start + chunk.size]
 
     def keep_only(self, index: int, content: Tensor) -> None:
         """Keep a layer, not attached yet, whose bytes are in no source."""
@@ -366,7 +394,7 @@ class PrefetchRing:
             return {name: block.view(self.layer_buffer) for name, block in packed.blocks.items()}
         if index in self.unpacked:
             return {name: block.view(resident) for name, block in packed.blocks.items()}
-        shifts = packed.in_place
+        shifts = self.held(index).in_place
         return {
             name: block.view(resident, shifts[name]) if name in shifts else block.view(self.layer_buffer)
             for name, block in packed.blocks.items()
@@ -527,32 +555,32 @@ class PrefetchRing:
                     self._source.release()
         elif packed.coded and index not in self.unpacked:
             with self._span("unpack", index):
-                self._unpackers.get(index, partial(self._unpack_resident, index, packed.chunks_to_unpack))()
+                self._unpackers.get(index, partial(self.unpack_resident, index, packed.chunks_to_unpack))()
 
     def _unpack_chunk(self, index: int, chunk: Chunk, content: Tensor) -> None:
         with self._span("unpack", index):
             chunk.unpack(content, self.layer_buffer)
 
-    def _unpack_resident(self, index: int, chunks: Iterable[Chunk], memory: Tensor | None = None) -> None:
+    def unpack_resident(self, index: int, chunks: Iterable[Chunk], memory: Tensor | None = None) -> None:
         """Unpack `chunks` of a layer that stays. They go to the layer buffer, or to `memory`."""
-        start, content = self.layers[index].start, self._resident[index]
         for chunk in chunks:
-            chunk.unpack(content[chunk.start - start :], self.layer_buffer if memory is None else memory)
+            chunk.unpack(self.bytes_of(index, chunk), self.layer_buffer if memory is None else memory)
 
-    def unpack_chunks(self, index: int, chunks: Iterable[Chunk]) -> None:
-        """Unpack `chunks` of layer `index`, which stays: when its `unpack` is called, or while it computes."""
+    def unpack_now(self, index: int, chunks: Iterable[Chunk], unpack: Callable[[], None] = lambda: None) -> None:
+        """Unpack `chunks` of layer `index`, which stays, and call `unpack`. It is being brought, or computes."""
         now = self._under_way()
         if now.layer != index:  # it is brought now
-            self._unpack_resident(index, chunks)
+            self.unpack_resident(index, chunks)
             return
         with self.untimed(index, unpacks=True):
-            self._unpack_resident(index, chunks)
+            self.unpack_resident(index, chunks)
+            unpack()
         if now.unpacked is not None:
             now.unpacked.record()
 
-    def computing_content(self, index: int) -> Tensor | None:
-        """Return the bytes of a resident layer that computes now, else None."""
-        return self._resident_content(index) if self._pass is not None and self._pass.layer == index else None
+    def computes_resident(self, index: int) -> bool:
+        """Tell whether a layer computes now, and stays."""
+        return self._pass is not None and self._pass.layer == index and index in self._resident
 
     def _resident_content(self, index: int) -> Tensor | None:
         """Return the bytes of a resident layer; None if they are streamed."""

@@ -1,0 +1,99 @@
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+"""Triton kernel that sorts pairs of token and expert into blocks.
+
+A grouped product takes `block` rows of one expert at a time. Here the numbers of the pairs are put in the order of
+their experts, and each expert's are padded to whole blocks. One program does so without the host, so that a CUDA graph
+can hold it. With TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VALUES = 8192  # comparisons of pairs with experts that the program does at a time
+MAX_PAIRS = 2048  # of the program, which takes them a few at a time; torch sorts the pairs of prompts
+
+
+def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pairs' numbers in blocks of an expert, owners, and total.
+
+    `experts` are int64 ``[tokens, k]``; a pair whose expert is not below `count` is left out. The results are int32:
+    ``[blocks * block]``, padded with the number of pairs; ``[blocks]``; ``[1]``, a multiple of `block`.
+    """
+    pairs = experts.numel()
+    blocks = min(pairs, -(-pairs // block) + count)
+    if pairs > MAX_PAIRS:
+        return _sorted(experts.flatten(), count, block, blocks)
+    numbers = torch.full((blocks * block,), pairs, dtype=torch.int32, device=experts.device)
+    owners = torch.zeros(blocks, dtype=torch.int32, device=experts.device)
+    total = torch.empty(1, dtype=torch.int32, device=experts.device)
+    width = max(16, triton.next_power_of_2(count))
+    step = max(16, min(VALUES // width, triton.next_power_of_2(pairs)))
+    _align[(1,)](
+        experts.contiguous(),
+        numbers,
+        owners,
+        total,
+        pairs,
+        COUNT=count,
+        BLOCK=block,
+        WIDTH=width,
+        STEP=step,
+        num_warps=8,
+    )
+    return numbers, owners, total
+
+
+def _sorted(experts: Tensor, count: int, block: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `align` does, by operations of torch, in `blocks` blocks."""
+    pairs, device = len(experts), experts.device
+    owner = torch.where((experts >= 0) & (experts < count), experts, count)
+    ordered, order = owner.sort(stable=True)
+    sizes = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add_(0, owner, torch.ones_like(owner))
+    sizes = sizes[:count]
+    ends = (-(-sizes // block)).cumsum(0)
+    shifts = (ends + sizes // -block) * block - sizes.cumsum(0) + sizes  # from a place in the order to one in blocks
+    places = torch.arange(pairs, device=device) + shifts[ordered.clamp(max=count - 1)]
+    numbers = torch.full((blocks * block + 1,), pairs, dtype=torch.int32, device=device)
+    numbers.scatter_(0, torch.where(ordered < count, places, blocks * block), order.to(torch.int32))
+    owners = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True).clamp(max=count - 1)
+    return numbers[:-1], owners.to(torch.int32), (ends[-1:] * block).to(torch.int32)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _align(
+    experts,
+    numbers,
+    owners,
+    total,
+    pairs,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    expert = tl.arange(0, WIDTH)
+    pair = tl.arange(0, STEP)
+    sizes = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, pairs, STEP):
+        sizes += tl.sum(_chosen(experts, first + pair, expert, pairs, COUNT), 0)
+    blocks = (sizes + BLOCK - 1) // BLOCK
+    ends = tl.cumsum(blocks, 0)
+    place = (ends - blocks) * BLOCK  # where the next pair of each expert goes
+    tl.store(total, tl.sum(blocks, 0) * BLOCK)
+    for number in range(0, tl.max(blocks, 0)):
+        tl.store(owners + ends - blocks + number, expert, mask=number < blocks)
+    for first in range(0, pairs, STEP):
+        chosen = _chosen(experts, first + pair, expert, pairs, COUNT)
+        before = tl.cumsum(chosen, 0) - chosen
+        target = tl.sum(chosen * (before + place[None, :]), 1)
+        tl.store(numbers + target, first + pair, mask=tl.sum(chosen, 1) > 0)
+        place += tl.sum(chosen, 0)
+
+
+@triton.jit
+def _chosen(experts, pair, expert, pairs, COUNT: tl.constexpr):
+    """Return 1 where a pair has an expert, int32 ``[pairs, experts]``."""
+    number = tl.load(experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    return ((number[:, None] == expert[None, :]) & (expert[None, :] < COUNT)).to(tl.int32)

@@ -119,8 +119,8 @@ class Forked(subprocess.Popen[bytes]):
             prctl(PR_SET_CHILD_SUBREAPER, 1)
             socket.send_fds(server, [json.dumps(order).encode()], [*files.values()])
             self.pid = int.from_bytes(server.recv(4))
-            while _parent(self.pid) != os.getpid():
-                time.sleep(0.001)
+            while _parent(self.pid) != os.getpid() or (self._session and os.getsid(self.pid) != self.pid):
+                time.sleep(0.001)  # as Popen, which returns when the process leads its session
             prctl(PR_SET_CHILD_SUBREAPER, 0)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]

@@ -131,6 +131,13 @@ def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(("old", "new"), [("machines", "plan --list machines"), ("routing", "study routing")])
+def test_verbs_of_the_last_release_run_those_of_this_one(folder: Path, old: str, new: str) -> None:
+    was, now = zinfer(folder, old), zinfer(folder, *new.split())
+    assert f"zinfer {old} will go: write `zinfer {new}`" in was.stderr
+    assert (was.returncode, was.stdout) == (now.returncode, now.stdout)
+
+
 def test_debug_shows_the_traceback(folder: Path) -> None:
     result = zinfer_process(folder, "--debug", "sweep", "-m", "bloom-177b")
     assert "Traceback" in result.stderr

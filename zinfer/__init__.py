@@ -1,3 +1,3 @@
 """Run models larger than the GPU, measure every way, and choose."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

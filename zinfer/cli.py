@@ -42,6 +42,12 @@ GROUPS = {
     },
 }
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
+# Verbs of 0.1, which run for one release more, and what to write now.
+RENAMED = {
+    **{study: ("study", study) for study in ("codec", "accuracy", "reuse", "routing")},
+    **{kind: ("plan", "--list", kind) for kind in ("models", "machines")},
+    "build": ("pack", "--engine", "tensorrt"),
+}
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
@@ -90,8 +96,10 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in VERBS and not name.startswith("-"):
+        if (name := args[0]) in RENAMED:
+            click.echo(f"zinfer {name} will go: write `zinfer {' '.join(RENAMED[name])}`", err=True)
+            args = [*RENAMED[name], *args[1:]]
+        elif name not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
         return super().resolve_command(ctx, args)
 

@@ -12,7 +12,6 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import FIGURES, MachineError
 from zinfer.core.units import parse_bytes
 from zinfer.system import local, machines
-from zinfer.worker import probe
 
 BUSY = 0.25  # load average, as a share of the CPUs, from which on a probe does not replace a quieter one
 
@@ -34,6 +33,8 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
         if path.is_file() and not force and not _as_busy(path):
             raise Failure(f"{busy}, and {path} was made while less ran: wait a minute, or add --force", ENVIRONMENT)
         say(f"{busy}: figures may be too low", err=True)
+    from zinfer.worker import probe  # imports torch
+
     machine = probe.probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
     machine = machine.model_copy(update={"name": local.name()})
     write(path, machine.model_dump_json(indent=1) + "\n")

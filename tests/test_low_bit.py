@@ -7,7 +7,6 @@ the kernels themselves.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests import quantized, test_continuous, test_drafts, test_quantized
+from tests import test_continuous, test_drafts, test_quantized
 from tests.grid import covering
 from tests.interpreter import interpreted
 from tests.running import error
@@ -25,6 +24,7 @@ from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
+from tests.test_quantized import made as made  # the fixture
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.engine import base, kind
@@ -219,20 +219,6 @@ def replaced(patch: Patch) -> Kernel:
     return double
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make a checkpoint in one of the formats of `test_quantized`, once."""
-    folder = tmp_path_factory.mktemp("formats")
-
-    @cache
-    def make(name: str) -> Path:
-        if name in quantized.COMPRESSED:
-            pytest.importorskip("compressed_tensors")
-        return test_quantized.FORMATS[name](folder / name)
-
-    return make
-
-
 @contextmanager
 def unread() -> Iterator[None]:
     """Make engines loaded within unpack every layer. No kernel reads their codes."""
@@ -309,6 +295,18 @@ def test_layers_that_come_and_go_give_the_same_tokens(
         held = [engine._ring._resident[index].nbytes for index in made_of]
         assert all(size < engine._ring.layers[0].size / 2 for size in held), "codes are held once"
     engine.close()
+
+
+def test_layers_read_from_their_codes_are_not_kept_unpacked(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
+) -> None:
+    """No plan asks for it: the bytes that the kernels have in their form would be missing."""
+    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
+    engine = start(made("int4 groups"), tmp_path)
+    assert torch.equal(greedy(engine, LENGTHS), expected)
+    engine.place(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
+    assert torch.equal(run(engine), expected)
+    assert not engine._ring.unpacked
 
 
 def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(

@@ -156,7 +156,7 @@ class PackedProducts(CheckedKernel):
 
     def prepare(self, ring: PrefetchRing) -> None:
         """Bring the codes of layers that stay now into the kernels' form. Raises torch.OutOfMemoryError."""
-        staying = set(range(len(ring.layers))).difference(ring.streamed)
+        staying = set(range(len(ring.layers))).difference(ring.streamed, ring.unpacked)
         self._matrices = {index: matrices for index, matrices in self._matrices.items() if index in staying}
         for index in sorted(staying.intersection(self._lazy).difference(self._matrices)):
             made = {name: self._made(ring, index, name) for name in self._lazy[index] if self.status == "on"}

@@ -164,7 +164,8 @@ class PrefetchRing:
 
     def _wanted(self, layers: Iterable[int], unpacked: Iterable[int]) -> tuple[set[int], frozenset[int]]:
         wanted = self._only_resident.union(layers)
-        return wanted, frozenset(index for index in unpacked if index in wanted and self.layers[index].coded)
+        able = (index for index in unpacked if index in wanted and self.layers[index].coded)
+        return wanted, frozenset(index for index in able if index not in self._held)  # its other bytes are elsewhere
 
     def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
         """Keep `layers` on the device from now on, and stream the others. Those without a source stay, too. Coded ones

@@ -307,6 +307,7 @@ def test_layers_read_from_their_codes_are_not_kept_unpacked(
     engine.place(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
     assert torch.equal(run(engine), expected)
     assert not engine._ring.unpacked
+    engine.close()
 
 
 def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(

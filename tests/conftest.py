@@ -91,9 +91,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Freeze what was imported since, too."""
+    """Freeze what was imported since, too. What is frozen is never collected, so collect first."""
     global imported
     if len(sys.modules) > imported + 20:
+        gc.collect()
         gc.freeze()
         imported = len(sys.modules)
 

@@ -1,7 +1,6 @@
 """Atomic writes: whole or not at all, without temporary files left behind."""
 
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ def test_a_write_that_fails_leaves_the_old_content_alone(tmp_path: Path) -> None
     atomic.write(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
-    with atomic.writing(tmp_path / "mine", private=True) as stream:
-        stream.write(b"x")
-    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o600
 
 
 def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:

@@ -62,12 +62,6 @@ _SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
-def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """Return the `transformers` configuration of `spec`. Raises ModelError for an unknown architecture."""
-    with _refusing(spec.name):
-        return _configured(spec.architecture, spec.config)
-
-
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
     """Return the model of `spec` on the meta device, with real buffers. Raises ModelError."""
     with _refusing(spec.name), building(), init_empty_weights(include_buffers=False):
@@ -340,12 +334,12 @@ def building() -> Iterator[None]:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn any exception of an architecture's code into a one-line ModelError."""
+    """Turn any exception into a one-line ModelError: an architecture's code may raise anything."""
     try:
         yield
     except ZinferError as error:
         raise ModelError(f"{name}: {error}") from None
-    except Exception as error:  # an architecture's code may raise anything for a configuration it does not expect
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{name}: transformers cannot build it for text generation: {reason}") from None
 
@@ -533,23 +527,17 @@ class _Watch(TorchFunctionMode):
 
     def _computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> None:
         name, seen = getattr(func, "__name__", ""), self._now
-        if (
-            name.endswith("_")
-            and not name.endswith("__")
-            and args
-            and isinstance(args[0], nn.Parameter)
-            and self._hooks
-        ):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place and args and isinstance(args[0], nn.Parameter):
             raise ModelError("it changes its weights as it runs, so that they cannot be streamed")
         if seen is None:
             return
         if func in (torch.topk, Tensor.topk):
-            values = kwargs["input"] if "input" in kwargs else args[0]
-            seen.chosen.append((values.shape[kwargs.get("dim", args[2] if len(args) > 2 else -1)], out[0].shape[-1]))
+            named = dict(zip(("input", "k", "dim"), args, strict=False)) | kwargs
+            seen.chosen.append((named["input"].shape[named.get("dim", -1)], out[0].shape[-1]))
         elif func is scaled_dot_product_attention:
-            query, _, value = (
-                kwargs[name] if name in kwargs else args[nth] for nth, name in enumerate(("query", "key", "value"))
-            )
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            query, value = named["query"], named["value"]
             heads = query.numel() // (_ROWS * self._tokens * query.shape[-1])
             seen.heads = max(seen.heads, heads)
             seen.products += heads * (query.shape[-1] + value.shape[-1])

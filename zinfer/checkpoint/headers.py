@@ -160,11 +160,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     """Return the file of each tensor that the index `path` gives. Raises CheckpointError."""
     with _refusing(path):
         weight_map = read_object(path, MAX_HEADER).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(f, str) for f in weight_map.values())
-        ):
+        if not (weight_map and isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())):
             raise DocumentError(f"{path} has no weight_map from names to files")
         return weight_map
 
@@ -234,11 +230,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{file} is damaged or cut off ({reason}): copy it again") from None
     header.pop("__metadata__", None)
-    for name in header:
-        if len(name) > MAX_NAME or _LONG_NUMBER.search(name):
-            raise CheckpointError(
-                f"{file} is damaged: a name has at most {MAX_NAME:,} characters and numbers of 9 digits"
-            )
+    if any(len(name) > MAX_NAME or _LONG_NUMBER.search(name) for name in header):
+        raise CheckpointError(f"{file} is damaged: a name has at most {MAX_NAME:,} characters and numbers of 9 digits")
     return {
         name: TensorInfo(file, entry["dtype"], tuple(entry["shape"]), *(base + at for at in entry["data_offsets"]))
         for name, entry in header.items()

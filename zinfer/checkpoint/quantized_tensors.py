@@ -407,11 +407,8 @@ class Quantization:
         return {name: _stored("F8_E4M3", (rows, columns)), f"{name}_scale": scale}
 
     def _columns(self, module: str, rows: int, columns: int) -> dict[str, TensorInfo] | None:
-        size, gptq, per_word = (
-            self._settings.get("group_size", 128),
-            self._method == "gptq",
-            32 // self._settings["bits"],
-        )
+        size, gptq = self._settings.get("group_size", 128), self._method == "gptq"
+        per_word = 32 // self._settings["bits"]
         groups = 1 if size == -1 else ceil(columns / _whole(size, "group_size"))
         if (columns if gptq else rows) % per_word:
             return None

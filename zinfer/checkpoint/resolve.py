@@ -167,17 +167,13 @@ def from_directory(path: Path) -> ModelSpec:
         raise ModelError(f"{name}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     if stored.keys() == checkpoint.tensors.keys():
         return spec
-    sizes = {
-        tensor: info.nbytes
+    inside = {
+        tensor: info
         for tensor, info in checkpoint.tensors.items()
         if _layer(tensor) in range(spec.num_layers) and not is_ignored_tensor(tensor)
     }
-    fp8 = sum(
-        size
-        for tensor, size in sizes.items()
-        if tensor in stored and checkpoint.tensors[tensor].dtype == quantization.FP8
-    )
-    ratio = min(1.0, sum(sizes.values()) / spec.streamed_bytes)
+    fp8 = sum(info.nbytes for tensor, info in inside.items() if tensor in stored and info.dtype == quantization.FP8)
+    ratio = min(1.0, sum(info.nbytes for info in inside.values()) / spec.streamed_bytes)
     return spec.model_copy(update={"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes})
 
 

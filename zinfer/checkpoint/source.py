@@ -5,6 +5,7 @@ generated without them is pointless, so `zinfer run` downloads them.
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ from zinfer.checkpoint import hub
 from zinfer.checkpoint.headers import Checkpoint
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import LoadFormat
-from zinfer.core.model import Dtype, ModelError, ModelSpec, Weights, config_text
+from zinfer.core.model import Dtype, ModelError, ModelSpec, Weights
 
 LoadFormatOption = Literal["auto", "safetensors", "dummy"]
 
@@ -61,7 +62,7 @@ def find(
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
     """Return the fingerprint that tells two models of one name apart; dummy weights have their config's."""
     if load_format == "dummy":
-        return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
+        return "dummy-" + hashlib.sha256(json.dumps(spec.config, sort_keys=True).encode()).hexdigest()[:10]
     if not spec.directory:
         return ""
     made = "" if spec.weights == "as-released" else f"-{spec.weights}"

@@ -5,13 +5,12 @@ Decode reads every weight once a step, so time is counted in bytes here, and the
 (a test compares them).
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -162,13 +161,6 @@ class ModelSpec(Shape):
     @property
     def layer_parameters(self) -> tuple[int, ...]:
         return tuple(layer.parameters for layer in self.layers)
-
-    def __copy__(self) -> Self:
-        """Copy without values computed from fields, which `model_copy` may change."""
-        copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
 
     @cached_property
     def _kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
@@ -376,8 +368,3 @@ def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: st
     if spec.max_position is not None and input_len + output_len > spec.max_position:
         lengths = f"{prompt or f'--input-len {input_len}'} and --output-len {output_len}"
         raise ModelError(f"{lengths} exceed the {spec.max_position} positions of {spec.name}")
-
-
-def config_text(spec: ModelSpec) -> str:
-    """Return the configuration as canonical JSON, for fingerprints."""
-    return json.dumps(spec.config, sort_keys=True)

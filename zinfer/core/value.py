@@ -1,5 +1,7 @@
 """Base class of the values that zinfer passes around and stores."""
 
+from typing import Self
+
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
@@ -7,6 +9,13 @@ class Frozen(BaseModel):
     """Immutable value: equal by content, hashable, strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def __copy__(self) -> Self:
+        """Copy without values computed from fields, which `model_copy` may change."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 def first_fault(error: ValidationError) -> str:

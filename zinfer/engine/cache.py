@@ -10,6 +10,7 @@ A layer that attends within a sliding window has memory for that window. A layer
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -447,14 +448,12 @@ class _StateRows:
     whose writes in place reach the states of all rows. `attention` has the keys and values of a layer that has these as
     well."""
 
+    batch_size: int
     rows: slice
     has_previous_state: dict[int, bool]
-    attention: FixedLayer | None = None
-
-    def take_rows(self, batch_size: int) -> None:
-        self.batch_size, self.rows = batch_size, slice(0, batch_size)
-        self._whole: dict[str, dict[int, Tensor]] = {name: {} for name in STATES}
-        self._begun: set[int] = set()  # numbers of the states that hold earlier tokens
+    attention: FixedLayer | None
+    _whole: dict[str, dict[int, Tensor]]  # states of all rows, by attribute and number
+    _begun: set[int]  # numbers of the states that hold earlier tokens
 
     def window(self, rows: slice, length: int) -> None:
         """Continue at position `length` of `rows` only."""
@@ -481,13 +480,11 @@ class _StateRows:
     def gathered(self, sources: Sequence[RowSource], length: int) -> Any:
         """Return a replacement of this layer with states of other layers."""
         first = sources[0].cache
-        copy: Any = object.__new__(type(first))
-        vars(copy).update(vars(first))
-        copy.attention = self.attention
-        copy.batch_size = sum(len(source.rows) for source in sources)
-        copy._begun = set(first._begun)
-        copy.has_previous_state = dict(first.has_previous_state)
-        copy._whole = {
+        copied: Any = copy(first)
+        copied.attention, copied._begun = self.attention, set(first._begun)
+        copied.batch_size = sum(len(source.rows) for source in sources)
+        copied.has_previous_state = dict(first.has_previous_state)
+        copied._whole = {
             name: {
                 number: torch.cat([source.cache._whole[name][number][source.rows] for source in sources])
                 for number in whole
@@ -495,9 +492,9 @@ class _StateRows:
             for name, whole in first._whole.items()
         }
         for name in STATES:
-            setattr(copy, name, dict(getattr(first, name)))
-        copy.window(slice(0, copy.batch_size), length)
-        return copy
+            setattr(copied, name, dict(getattr(first, name)))
+        copied.window(slice(0, copied.batch_size), length)
+        return copied
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
@@ -515,29 +512,27 @@ class _StateRows:
 class _MixedRows(_StateRows):
     """Mixin for a layer with a state, and with keys and values."""
 
-    attention: Any
+    attention: FixedLayer
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
-        seen: tuple[Tensor, Tensor] = self.attention.update(*args, **kwargs)
-        return seen
+        return self.attention.update(*args, **kwargs)
 
     def get_seq_length(self) -> int:
-        return int(self.attention.get_seq_length())
+        return self.attention.get_seq_length()
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
-        return sizes
+        return self.attention.get_mask_sizes(query_length)
 
 
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     """Narrow `layer`, of `transformers` with a state of fixed size, to rows."""
     kind, mixin = type(layer), _StateRows if attention is None else _MixedRows
-    copy: Any = object.__new__(type(f"{kind.__name__}OfRows", (mixin, kind), {}))
-    vars(copy).update(vars(layer))
-    copy.take_rows(batch_size)
-    copy.attention = attention
-    return copy
+    narrowed: Any = object.__new__(type(f"{kind.__name__}OfRows", (mixin, kind), {}))
+    whole: dict[str, dict[int, Tensor]] = {name: {} for name in STATES}
+    rows = {"batch_size": batch_size, "rows": slice(0, batch_size), "_whole": whole, "_begun": set[int]()}
+    vars(narrowed).update(vars(layer), attention=attention, **rows)
+    return narrowed
 
 
 class Indexed(FixedLayer):
@@ -630,10 +625,6 @@ class RowCache(Cache):  # type: ignore[misc]
         """True if the layers hold nothing but keys and values."""
         return not any(isinstance(layer, _StateRows) for layer in self.layers)
 
-    def has_length(self, length: int) -> bool:
-        """Tell whether every layer that holds tokens holds `length` of them."""
-        return all(layer.length == length for layer in self.attention.values() if layer.is_initialized)
-
     @property
     def attention(self) -> dict[int, FixedLayer]:
         """Keys and values by layer number."""
@@ -674,7 +665,8 @@ def make_cache(
     if len(default.layers) != count or any(kind is not _INDEXED for kind in other_layers(default)):
         return default
     rows = batch_size if device_rows is None else device_rows
-    windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}
+    attentions = ((index, layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer))
+    windows: dict[int, int | None] = {index: getattr(layer, "sliding_window", None) for index, layer in attentions}
     rooms = [WindowIndex(capacity, windows[index]).room if index in windows else 0 for index in range(count)]
     chunks = ChunkAllocator(rooms)
 
@@ -692,10 +684,6 @@ def make_cache(
         return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
 
     return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])
-
-
-def _window(layer: DynamicLayer) -> int | None:
-    return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
 def other_layers(cache: Cache) -> set[type]:

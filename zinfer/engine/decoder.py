@@ -367,7 +367,8 @@ class Decoder(Engine[D]):
             logits = iter(self._run([part for parts in split for part in parts]))
             joined = [torch.cat([next(logits) for _ in parts]) for parts in split]
             for batch, count in sizes:
-                if isinstance(batch.cache, RowCache) and not batch.cache.has_length(batch.length + count):
+                layers = batch.cache.attention.values() if isinstance(batch.cache, RowCache) else ()
+                if any(layer.is_initialized and layer.length != batch.length + count for layer in layers):
                     raise CacheFullError
         except CacheFullError:
             message = f"{self.plan.model.name} computes other tokens than those of its prompt"

@@ -205,7 +205,7 @@ class PinnedArena:
                 f"({runtime.cudaGetErrorString(code)}); {limit or f'{gb(available_bytes())} more are free'}. {LESS}"
             )
         # Memory that is unmapped while it is locked stays taken, and nothing else can be locked at its address.
-        unlock = weakref.finalize(self, _unlock, address)
+        unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
         unlock.atexit = False
         self._unlocks.append(unlock)
 
@@ -222,10 +222,6 @@ class PinnedArena:
         self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped with its last view; closing it under a live view would raise
-
-
-def _unlock(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def check_free(size: int) -> None:

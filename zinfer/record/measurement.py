@@ -174,13 +174,6 @@ class Measurement(Recorded):
             raise ValueError(f"timeline: GPU {rank} of {self.gpus}")
         return self
 
-    def __copy__(self) -> Self:
-        """Copy without values computed from samples, which `model_copy` may change."""
-        copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
-
     @property
     def usable(self) -> bool:
         """True if the point has samples of the case asked for. (An ``ok`` point without samples was only tried for

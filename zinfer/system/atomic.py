@@ -10,13 +10,12 @@ from zinfer.system import scratch
 
 
 @contextmanager
-def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
+def writing(path: Path) -> Iterator[BinaryIO]:
     """Open a stream that replaces `path` when the block ends without exception.
 
-    Otherwise `path` stays; its permissions always do. Makes the folder. With `private` only the user may read the file.
-    A path that is no regular file (a pipe, a terminal) is written to directly; a link keeps pointing at its file, which
-    is replaced. What a kill leaves of the new content is removed at the next start (`zinfer.system.scratch`). Raises
-    OSError, also where nobody reads a pipe.
+    Otherwise `path` stays; its permissions always do. Makes the folder. A path that is no regular file (a pipe, a
+    terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
+    new content is removed at the next start (`zinfer.system.scratch`). Raises OSError, also where nobody reads a pipe.
     """
     if path.exists() and not path.is_file():
         with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as stream:
@@ -27,12 +26,10 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
         path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with scratch.unfinished(path) as part:
-        mode = 0o600 if private else 0o666
-        descriptor = os.open(part.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(part.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with open(descriptor, "wb") as stream:
-            if not private:
-                with suppress(OSError):  # a new file, or one of somebody else
-                    os.fchmod(descriptor, path.stat().st_mode & 0o777)
+            with suppress(OSError):  # a new file, or one of somebody else
+                os.fchmod(descriptor, path.stat().st_mode & 0o777)
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

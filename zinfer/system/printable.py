@@ -27,7 +27,6 @@ _UNSEEN = (
 _HARMFUL = re.compile(f"[{_UNSEEN}]")
 # Joiners, with which Persian, Hindi and many emoji are written.
 _JOINERS = "\u200c\u200d"
-_MARKUP = re.compile(r"([\\`*_\[\]|~#$])")
 _CURSOR = re.compile(r"[\r\n]*(?:\x1b\[A)*")  # a write of nothing else moves the cursor between progress bars
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -162,9 +162,6 @@ def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         error: OSError | None = None
 
-        def __init__(self) -> None:
-            trt.IStreamWriter.__init__(self)
-
         def write(self, data: bytes) -> int:
             try:
                 return 0 if cancelled() or self.error is not None else int(stream.write(data))
@@ -177,21 +174,18 @@ def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
 
 def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
     """Return a progress monitor that reports the latest phase."""
+    steps_of: dict[str, int] = {}
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
-
         def phase_start(self, name: str, _parent: str | None, steps: int) -> None:
-            self.steps[name] = max(1, steps)
+            steps_of[name] = max(1, steps)
             progress(name.lower(), 0.0)
 
         def phase_finish(self, name: str) -> None:
-            self.steps.pop(name, None)
+            steps_of.pop(name, None)
 
         def step_complete(self, name: str, step: int) -> bool:
-            progress(name.lower(), min(1.0, (step + 1) / self.steps.get(name, 1)))
+            progress(name.lower(), min(1.0, (step + 1) / steps_of.get(name, 1)))
             return not cancelled()
 
     return Monitor()

@@ -97,9 +97,6 @@ def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
     """Return a stream reader of the library over a plan file."""
 
     class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IStreamReaderV2.__init__(self)
-
         def read(self, num_bytes: int, _stream: int) -> bytes:
             data = stream.read(min(num_bytes, READ_BYTES))
             progress("loading the plan", stream.tell() / size)

@@ -85,9 +85,6 @@ class Messages:
         errors, debug = self.errors, os.environ.get("ZINFER_DEBUG") == "1"
 
         class Logger(module.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                module.ILogger.__init__(self)
-
             def log(self, level: Any, text: str) -> None:
                 if level in (severity.INTERNAL_ERROR, severity.ERROR):
                     errors.append(" ".join(text.split()))

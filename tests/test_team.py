@@ -118,7 +118,7 @@ def test_a_pass_that_fails_on_one_rank_fails_alone(
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder.Decoder, "_pass", failing)
+        patch.setattr(decoder.Decoder, "_alone", failing)
         with pytest.raises(type(fault), match=str(fault)):
             passes.decode(team, batch, logits.argmax(-1))
     team.retire(batch)

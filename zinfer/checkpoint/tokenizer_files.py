@@ -192,7 +192,10 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
         name = path.name
         if name == CONFIG:
             settings = read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS)
-            documents[name] = _without_code(settings, path, is_tokenizer)
+            if dropped := sorted(key for key in settings.keys() & _CODE if settings[key]):
+                warn(f"{path}: {', '.join(dropped)} left out: code of a checkpoint is never run")
+            kept = without(settings, lambda key: key in _CODE or key in _SILENT or key.endswith(_FILE_ENDS))
+            documents[name] = _class_checked(kept, path, is_tokenizer)
         elif name in _JSON_MAPS:
             documents[name] = read_object(path, MAX_CONFIG)
         elif _is_vocabulary(name):
@@ -212,14 +215,6 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
 
 def _is_vocabulary(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not name.lower().endswith(_OTHERS)
-
-
-def _without_code(settings: Mapping[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:
-    """Return settings without templates, code and file names; warn about code."""
-    if dropped := sorted(key for key in settings.keys() & _CODE if settings[key]):
-        warn(f"{path}: {', '.join(dropped)} left out: code of a checkpoint is never run")
-    kept = without(settings, lambda key: key in _CODE or key in _SILENT or key.endswith(_FILE_ENDS))
-    return _class_checked(kept, path, is_tokenizer)
 
 
 def _class_checked(settings: dict[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:

@@ -132,16 +132,14 @@ class Machine(Frozen):
     def describe(self, field: str) -> str:
         """Return one of `FIGURES` with its unit and its source: ``25.2 GB/s (measured by others, PCIe4 x16)``."""
         value = getattr(self, field)
-        return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
+        if not value:
+            return "unknown"
+        text = gb(value) + "/s" * field.endswith("_bandwidth")
+        text = f"{figures(value / 1e12, 4)} TFLOP/s" if field.endswith("_flops") else text
+        return f"{text} ({self.sources.get(field, self.source)})"
 
 
 FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
-
-
-def _text(field: str, value: float) -> str:
-    if field.endswith("_flops"):
-        return f"{figures(value / 1e12, 4)} TFLOP/s"
-    return gb(value) + "/s" * field.endswith("_bandwidth")
 
 
 def override(machine: Machine, setting: str) -> Machine:

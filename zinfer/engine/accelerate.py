@@ -62,21 +62,21 @@ class Accelerate(Decoder[DecoderBatch]):
             if name in host:
                 host[name].copy_(tensor)
             elif name in streamed and self._folder is not None:
-                offload_weight(tensor, name, self._folder.name, index)
+                offload_weight(tensor, name, self._folder.path, index)
             else:
                 resident[name] = tensor.to(self.device, copy=True)
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         if streamed:
             if self._folder is not None:
-                save_offload_index(index, self._folder.name)
+                save_offload_index(index, self._folder.path)
             shared = {
                 name: module.get_parameter(leaf)
                 for entry in parameters.values() if entry.layer is None
                 for name, (module, leaf) in zip(entry.names, entry.places, strict=True)
                 if name.startswith(f"{state.stack}.")
             }  # fmt: skip
-            self._offloaded = _Weights(host, self._folder.name if self._folder else None, shared)
+            self._offloaded = _Weights(host, self._folder and str(self._folder.path), shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
         self._ready()
 

@@ -409,12 +409,9 @@ class Decoder(Engine[D]):
         return [self._alone(part) for part in parts]
 
     def _alone(self, part: Part[D]) -> Tensor:
-        part.batch.show(part.rows)
-        return self._pass(part)
-
-    def _pass(self, part: Part[D]) -> Tensor:
-        """Run a forward pass of a part. The cache is narrowed to it."""
+        """Run a forward pass of a part."""
         batch, rows, token_ids, positions, keep = part
+        batch.show(rows)
         end = batch.length + token_ids.shape[1]
         inputs: dict[str, object] = {
             "input_ids": token_ids,

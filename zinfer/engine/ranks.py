@@ -258,7 +258,12 @@ class Follower(Group):
 
     def answer(self, value: object) -> None:
         """Send a result to the leader, which re-raises exceptions."""
-        self._channel.send(_portable(value) if isinstance(value, BaseException) else value)
+        if isinstance(value, BaseException):
+            try:
+                pickle.loads(pickle.dumps(value))
+            except Exception:  # of a class that another process cannot unpickle
+                value = EngineError(f"{type(value).__name__}: {value}")
+        self._channel.send(value)
 
 
 class Leader(Group):
@@ -388,12 +393,3 @@ def _visible(rank: int) -> dict[str, str]:
 def _exit_code(error: BaseException) -> int:
     host = NO_HOST_MEMORY if is_out_of_memory(error) else 1
     return NO_GPU_MEMORY if isinstance(error, torch.OutOfMemoryError) else host
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Return an exception that another process can unpickle, with the same message."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return EngineError(f"{type(error).__name__}: {error}")
-    return error

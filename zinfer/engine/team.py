@@ -68,7 +68,6 @@ class Member(Generic[E]):
         """Do nothing: the order is for others."""
 
     def use_threads(self, number: int) -> None:
-        """Use at most `number` threads of the CPU."""
         torch.set_num_threads(number)
 
     def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past]) -> int:

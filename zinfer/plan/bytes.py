@@ -282,12 +282,17 @@ class Sizes:
         outside = offloaded - (resident if placement.moved else 0)
         on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
         on_disk = placement.tier == "nvme"
-        host_weights = round(on_host * placement.kept_ratio) + (0 if placement.resident_others else others)
+        stored_on_host = round(on_host * placement.kept_ratio)
+        host_weights = stored_on_host + (0 if placement.resident_others else others)
         # What a load touches ahead, and reads with, is free again when the KV cache comes.
         layer = round(model.layer_bytes * model.stored_ratio)
         reads = reads and (host_bytes is None or ALLOWANCES.plenty * max(layer, others) <= host_bytes)  # else mapped
         reading = layer + max(layer, others) if reads else 0  # the weights outside the layers are read first
-        loading = max(0, self._touched_ahead(on_host, host_bytes) + reading - host_kv)
+        touched = 0
+        plenty = host_bytes is None or host_bytes - stored_on_host >= ALLOWANCES.plenty * ALLOWANCES.ahead_bytes
+        if placement.tier == "host" and placement.ring_depth and plenty:
+            touched = min(on_host - stored_on_host, ALLOWANCES.ahead_bytes // 2)
+        loading = max(0, touched + reading - host_kv)
         host = Bytes(
             weights=host_weights,
             kv_cache=host_kv,
@@ -296,16 +301,6 @@ class Sizes:
         )
         at_rest = placement.kept_ratio if placement.disk_ring_bytes else 1.0
         return Tiers(gpu, host, Bytes(weights=round(outside * at_rest) if on_disk else 0))
-
-    def _touched_ahead(self, on_host: int, host_bytes: int | None) -> int:
-        """Return the host memory that a load touches beyond its weights."""
-        placement, ahead = self.placement, ALLOWANCES.ahead_bytes
-        stored = round(on_host * placement.kept_ratio)
-        if placement.tier != "host" or not placement.ring_depth:
-            return 0
-        if host_bytes is not None and host_bytes - stored < ALLOWANCES.plenty * ahead:
-            return 0
-        return min(on_host - stored, ahead // 2)
 
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

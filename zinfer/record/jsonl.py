@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from hashlib import sha256
 from itertools import count
@@ -138,6 +138,20 @@ def read_lines(path: Path) -> list[bytes]:
         raise StoreError(str(error)) from None
     lines = content.split(b"\n")
     return lines if lines[-1] else lines[:-1]
+
+
+def read_files(path: Path, files: Iterable[Path], damaged: list[Damage]) -> Iterator[tuple[Path, list[bytes]]]:
+    """Yield each of `files` of `path` with its lines; those that cannot be read go to `damaged`, as line 0.
+
+    Raises StoreError if `path` itself cannot be read.
+    """
+    for file in files:
+        try:
+            yield file, read_lines(file)
+        except StoreError as error:
+            if file == path:
+                raise
+            damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
 
 
 class Closing(AbstractContextManager["Closing"]):

@@ -7,7 +7,6 @@ tokens. Percentiles are by nearest rank.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import accumulate, pairwise, repeat
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -120,14 +119,6 @@ class Summary(NamedTuple):
     p99: float
 
 
-def summary(samples: Sequence[float]) -> Summary | None:
-    """Return the statistics of samples; None if there are none."""
-    if not samples:
-        return None
-    ordered = sorted(samples)
-    return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
-
-
 class RequestKey(NamedTuple):
     """Key of a load: the model's, without workload, and the requests'."""
 
@@ -200,7 +191,8 @@ class RequestPoint(Recorded):
         """
         ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
         if metric == "itl_ms":
-            return [gap for sample in ended for gap in self._gaps(sample)]
+            pairs = (pair for sample in ended for pair in pairwise(sample.passes))
+            return [self.pass_ms[later] - self.pass_ms[earlier] for earlier, later in pairs]
         return [value for sample in ended if (value := self.value_ms(sample, metric)) is not None]
 
     def value_ms(self, sample: RequestSample, metric: RequestMetric) -> float | None:
@@ -215,12 +207,11 @@ class RequestPoint(Recorded):
             return last - sample.arrived_ms
         return (last - first) / (len(passes) - 1) if len(passes) > 1 else None
 
-    def _gaps(self, sample: RequestSample) -> list[float]:
-        return [self.pass_ms[later] - self.pass_ms[earlier] for earlier, later in pairwise(sample.passes)]
-
     def summary(self, metric: RequestMetric) -> Summary | None:
-        """Return mean, p50, p90 and p99 of a metric, in ms."""
-        return summary(self.of(metric))
+        """Return mean, p50, p90 and p99 of a metric, in ms; None without samples."""
+        if not (ordered := sorted(self.of(metric))):
+            return None
+        return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
 
     @property
     def tpot_ms(self) -> float | None:

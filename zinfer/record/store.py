@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from zinfer.core.value import first_fault
 from zinfer.record.bounds import Bounded, Name, Text
-from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_files, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import RequestPoint
@@ -109,14 +109,7 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
     words = [word.encode() for word in containing]
     by_kind: dict[type[Record], list[Any]] = {Measurement: [], Header: [], RequestPoint: []}
     damaged: list[Damage] = []
-    for file in files(path):
-        try:
-            lines = read_lines(file)
-        except StoreError as error:
-            if file == path:
-                raise
-            damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
-            continue
+    for file, lines in read_files(path, files(path), damaged):
         for number, line in enumerate(lines, start=1):
             if all(word in line for word in words):
                 try:

@@ -9,6 +9,7 @@ Files of zinfer 0.1 are read as well: a header and a line for each row, or one J
 makes tables and answers of runs.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import exp
@@ -24,7 +25,7 @@ from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
 from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, RecordedCase, Versions
 from zinfer.record.bounds import Text as Words
-from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_files, read_lines, seal, unseal
 from zinfer.record.measurement import Status
 from zinfer.system.documents import parse_json
 
@@ -275,21 +276,14 @@ def read(path: Path, study: str) -> Runs:
     """
     runs: list[Study] = []
     damaged: list[Damage] = []
-    for file in files(path, study):
-        try:
-            numbered = [*parse_runs(read_lines(file), file, study)]
-        except StoreError as error:
-            if file == path:
-                raise
-            numbered = [(0, str(error))]
-        for number, fields in numbered:
-            fault = fields if isinstance(fields, str) else ""
-            if not isinstance(fields, str):
-                try:
-                    runs.append(Study.model_validate(fields))
-                except ValidationError as error:
-                    fault = first_fault(error)[:300]
-            if fault:
+    for file, lines in read_files(path, files(path, study), damaged):
+        for number, fields in parse_runs(lines, file, study):
+            try:
+                if isinstance(fields, str):
+                    raise ValueError(fields)
+                runs.append(Study.model_validate(fields))
+            except ValueError as error:
+                fault = first_fault(error)[:300] if isinstance(error, ValidationError) else str(error)
                 damaged.append(Damage(file, number, fault))
     return Runs(tuple(runs), tuple(sorted(damaged)))
 
@@ -311,32 +305,27 @@ def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int
         for run in runs if isinstance(runs, list) else [runs]:
             yield 1, _renamed(study, shared | (run if isinstance(run, dict) else {"run": run}))
         return
-    began, missing, fields = 0, 0, dict[str, Any]()
+    entries: deque[tuple[int, str, dict[str, Any]]] = deque()
     for number, line in enumerate(lines, start=1):
         try:
-            kind, got = unseal(line)
+            entries.append((number, *unseal(line)))
         except ValueError as error:
             yield number, str(error)
-            kind, got = "", {}  # it may have been the next header
-        if missing and not kind.startswith(f"{KIND}.{study}."):
-            yield began, f"{missing} lines of this run are missing"
-            missing = 0
-        if kind == KIND and got.get("study") == study:
-            yield number, got
+            entries.append((number, "", {}))  # it may have been a header
+    while entries:
+        number, kind, fields = entries.popleft()
+        if kind == KIND and fields.get("study") == study:
+            yield number, fields
         elif kind == f"{KIND}.{study}":
-            lacks = got.pop("lines", 0)
-            began, missing, fields = number, lacks if isinstance(lacks, int) else 0, got | {"rows": []}
-            if missing <= 0:
-                yield number, _renamed(study, fields)
-        elif missing:
-            fields["rows"].append(got)
-            missing -= 1
-            if not missing:
-                yield began, _renamed(study, fields)
+            lacks, rows = fields.pop("lines", 0), list[dict[str, Any]]()
+            count = lacks if isinstance(lacks, int) else 0
+            while len(rows) < count and entries and entries[0][1].startswith(f"{kind}."):
+                rows.append(entries.popleft()[2])
+            missing = count - len(rows)
+            lost = f"{missing} lines of this run are missing"
+            yield number, lost if missing > 0 else _renamed(study, fields | {"rows": rows})
         elif kind not in ("", KIND):
             yield number, f"a line of kind {kind[:40]!r} that belongs to no run"
-    if missing > 0:
-        yield began, f"{missing} lines of this run are missing"
 
 
 # Fields of records of zinfer 0.1 that have another name today.

@@ -37,11 +37,6 @@ class Scratch:
                 self._entry.write(json.dumps([*_host(), str(self._absolute)]).encode())
         _made.add(self)
 
-    @property
-    def name(self) -> str:
-        """Path as text."""
-        return str(self.path)
-
     def cleanup(self) -> None:
         """Remove the path, or leave it to the next start. Safe to call twice."""
         if self._pid == os.getpid() and _removed(self._absolute):

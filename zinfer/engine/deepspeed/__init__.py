@@ -175,7 +175,8 @@ class DeepSpeed(Decoder[DecoderBatch]):
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
         """Return DeepSpeed's configuration; sizes are in elements."""
         spec, tuned = self.plan.model, self.options.tuned
-        persistent = _largest_vector(self.model) if tuned else spec.hidden_size
+        vectors = (parameter.numel() for parameter in self.model.parameters() if parameter.dim() == 1)
+        persistent = max(vectors, default=0) if tuned else spec.hidden_size
         fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
         layer = max(map(sum, fetched))
         bucket = layer if tuned else 2 * spec.hidden_size**2
@@ -198,7 +199,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
             zero["offload_param"] = {"device": self.plan.case.offload, "pin_memory": pin}
         if self._folder is not None:
             zero["offload_param"] |= {
-                "nvme_path": self._folder.name,
+                "nvme_path": str(self._folder.path),
                 "buffer_size": max(self.model.get_parameter(name).numel() for name in self._offloaded),
                 "buffer_count": 2 * max(map(len, fetched)) + 1 if tuned else 5,
             }
@@ -323,7 +324,3 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
     offload.pop("offload_param.nvme_path", None)
     return zero | offload | dict(config.get("aio", {}))
-
-
-def _largest_vector(model: nn.Module) -> int:
-    return max((parameter.numel() for parameter in model.parameters() if parameter.dim() == 1), default=0)

@@ -130,8 +130,12 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
     """Return random stored tensors of a weight, by role."""
     weight, headers = matrix.weight, matrix.headers
     generator.manual_seed(zlib.crc32(matrix.name.encode()))
-    device, name = generator.device, _table_of(weight, headers)
-    wanted = std * REACH[name] / _largest(name)
+    device = generator.device
+    signed = "int8" if weight.bits == 8 else "e2m1"
+    tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": signed, "U8": "e2m1", "I32": f"middle{weight.bits}"}
+    name = tables[headers["codes"].dtype]
+    largest = float(table(name, torch.device("cpu")).nan_to_num(0.0, 0.0, 0.0).max())
+    wanted = std * REACH[name] / largest
     powers = DTYPES[headers["scales"].dtype] in POWERS
     if powers:
         wanted = 2.0 ** ceil(log2(wanted))
@@ -153,17 +157,6 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
         else:
             parts[role] = _zeros(weight, dtype, shape, device)
     return parts
-
-
-def _table_of(weight: QuantizedWeight, headers: Mapping[str, TensorInfo]) -> str:
-    """Return the name of the table that a weight's codes stand for."""
-    signed = "int8" if weight.bits == 8 else "e2m1"
-    tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": signed, "U8": "e2m1", "I32": f"middle{weight.bits}"}
-    return tables[headers["codes"].dtype]
-
-
-def _largest(name: str) -> float:
-    return float(table(name, torch.device("cpu")).nan_to_num(0.0, 0.0, 0.0).max())
 
 
 @cache

@@ -8,8 +8,7 @@ Records may hold options of older versions: `read_options` and `plan_options`, w
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
@@ -220,7 +219,6 @@ class PlanOptions(Frozen):
     pin_memory: StrictBool = True
     kv_offload: KVOffload = "none"
     kv_attention: KVAttention = "gpu"
-    kv_threads: Literal["auto"] | Count = "auto"  # CPU threads that attended in a record
     kv_cache_dtype: KVCacheDtype = "auto"
     experts: Experts = "all"
     host_weights: Share = Field("auto", title="SIZE")
@@ -304,20 +302,9 @@ def values(field_info: FieldInfo) -> list[str]:
     """Return the texts of the values that an option takes."""
     if field_info.title is not None:  # any text
         return [str(field_info.default), *field_info.title.split("|")]
-    return list(dict.fromkeys(_values(field_info.annotation)))
-
-
-def _values(annotation: Any) -> list[str]:
-    if annotation is bool:
-        return ["true", "false"]
-    if annotation is int:
-        return ["N"]
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return [str(value) for value in arguments]
-    if origin in (Union, UnionType):
-        return [value for part in arguments for value in _values(part)]
-    return _values(arguments[0])  # Annotated
+    if field_info.annotation in (bool, int):
+        return ["true", "false"] if field_info.annotation is bool else ["N"]
+    return [str(value) for value in get_args(field_info.annotation)]  # of a Literal
 
 
 def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:

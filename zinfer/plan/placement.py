@@ -19,7 +19,6 @@ from zinfer.core.units import parse_share
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
 from zinfer.plan.times import Efficiency, Timing, shipped
-from zinfer.system.host import attending_cpus
 
 
 @dataclass(frozen=True)
@@ -252,13 +251,7 @@ class Placer:
             rows = self._rows_on_gpu(smallest, workload) if kv_place == "auto" else 0
             split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu, "graphs": False}
             way = self._weights(automatic, max(depth, chunks)).model_copy(update=split)
-            if on_cpu and options.kv_threads != "auto":
-                cores = machine.details.get("host", {}).get("cores", 0)
-                share = min(1.0, options.kv_threads / attending_cpus(cores)) if cores else 1.0
-                way = way.model_copy(update={"kv_cpu_share": share})
-            elif on_cpu:
-                way = self._timing(way).with_best_cores(batch_size, context)
-            ways.append(way)
+            ways.append(self._timing(way).with_best_cores(batch_size, context) if on_cpu else way)
         if len(ways) == 1:
             return ways[0]
         return min(ways, key=lambda way: self._timing(way).step(batch_size, context).seconds or 0.0)

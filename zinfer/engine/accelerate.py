@@ -76,7 +76,7 @@ class Accelerate(Decoder[DecoderBatch]):
                 for name, (module, leaf) in zip(entry.names, entry.places, strict=True)
                 if name.startswith(f"{state.stack}.")
             }  # fmt: skip
-            self._offloaded = _Weights(host, self._folder and str(self._folder.path), shared)
+            self._offloaded = _Weights(host, None if self._folder is None else str(self._folder.path), shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
         self._ready()
 

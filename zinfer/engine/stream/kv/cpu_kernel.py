@@ -272,7 +272,7 @@ def _compiled(compiler: str) -> Path:
     if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with scratch.folder(folder, "compile") as made_in:  # another process may compile too
-            made, env = made_in.path / built.name, {**os.environ, "TMPDIR": made_in.name}
+            made, env = made_in.path / built.name, {**os.environ, "TMPDIR": str(made_in.path)}
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
             made.replace(built)
     return built

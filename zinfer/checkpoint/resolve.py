@@ -178,7 +178,6 @@ def from_directory(path: Path) -> ModelSpec:
 
 
 def _layer(tensor: str) -> int | None:
-    """Return the number of a stored tensor's decoder layer."""
     match = LAYER_INDEX.search(tensor)
     return int(match[1]) if match else None
 

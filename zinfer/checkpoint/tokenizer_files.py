@@ -55,8 +55,6 @@ class _TemplateHolder(BaseModel):
 
 
 class _GenerationConfig(BaseModel):
-    """Field of `generation_config.json` that zinfer uses."""
-
     eos_token_id: TokenId | list[TokenId] | None = None
 
 

@@ -456,7 +456,6 @@ class _StateRows:
     _begun: set[int]  # numbers of the states that hold earlier tokens
 
     def window(self, rows: slice, length: int) -> None:
-        """Continue at position `length` of `rows` only."""
         self.rows = rows
         flags = self.has_previous_state
         self._begun |= {number for number, begun in flags.items() if begun}

@@ -155,7 +155,6 @@ class Decoder(Engine[D]):
         """Build `model`, with its weights in place."""
 
     def _ready(self) -> None:
-        """Make `model` ready to run."""
         self.model.eval()
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
@@ -461,7 +460,6 @@ class Decoder(Engine[D]):
         batch.cache.keep_rows(rows, batch.length)
 
     def _free(self, batch: D) -> None:
-        """Free the cache of a micro-batch."""
         batch.cache = batch.state = batch.mask = None
 
     def close(self) -> None:

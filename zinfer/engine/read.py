@@ -129,7 +129,6 @@ def first_not_finite(tensor: Tensor) -> int | None:
 
 
 def _first_not_finite(dtype: str, content: Any) -> int | None:
-    """Return the index of the first NaN or infinity, if any."""
     size, positive, negative = _NOT_FINITE[dtype]
     signed, unsigned = content.view(f"<i{size}"), content.view(f"<u{size}")
     step = BLOCK // size

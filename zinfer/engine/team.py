@@ -415,7 +415,6 @@ class Team(Engine[TeamBatch], Generic[E]):
         return first.model_copy(update=counted | {"gpu_weight_bytes": sum(rank.gpu_weight_bytes for rank in ranks)})
 
     def _settings(self, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the settings of all ranks together."""
         return dict(ranks[0])
 
     def give_back(self) -> None:

@@ -293,7 +293,6 @@ class Planner:
         return (self.placer if self.efficiency is None else self._cautious_placer).place(workload)
 
     def _find_times(self, workload: Workload, drafts: int = 0) -> tuple[Times, Times]:
-        """Return the times of prefill and of a step with drafts."""
         placement = self._figured(workload)
         if self.efficiency is not None:
             return _times(Timing(placement, self.model, self.machine, self.efficiency), workload, drafts)

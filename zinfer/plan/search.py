@@ -3,6 +3,7 @@
 A larger batch is free until the KV cache fills the device, compute catches up with the link, or the KV reads do.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -15,11 +16,7 @@ NEARLY = 0.9  # share of the best rate of powers of two from which on a better b
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest number up to `limit` that `fits`; 0 if none."""
-    low, high = 0, limit + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 def largest_batch(fits: Callable[[int], bool]) -> int:

@@ -36,7 +36,6 @@ def _json(value: Any) -> str | None:
 
 
 def _cell(value: Any) -> Cell:
-    """Return the value of a field as text or number."""
     if isinstance(value, dict | tuple):
         return _json(value)
     return str(value).lower() if isinstance(value, bool) else value

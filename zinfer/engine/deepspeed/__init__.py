@@ -213,7 +213,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
         return config
 
     def _count_fetches(self) -> None:
-        """Count the bytes that DeepSpeed fetches over the link."""
         offloaded = {id(self._parameters[name]) for name in self._offloaded}
 
         def counted(gather: Callable[..., Any]) -> Callable[..., Any]:

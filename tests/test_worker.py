@@ -36,7 +36,7 @@ from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
-from zinfer.system.documents import DocumentError, UnreadableError
+from zinfer.system.documents import DocumentError
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
@@ -263,7 +263,7 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
         (CheckpointError("a lacks b"), "io_error", 2, "a lacks b"),
         (environment_error(CheckpointError("a cannot be read")), "io_error", 5, "io_error: a cannot be read"),
         (DocumentError("a is damaged"), "io_error", 2, "a is damaged"),
-        (UnreadableError("a cannot be read"), "io_error", 5, "io_error: a cannot be read"),
+        (environment_error(DocumentError("a cannot be read")), "io_error", 5, "io_error: a cannot be read"),
         (ModelError("no tokenizer"), "unsupported", 2, "no tokenizer"),
         (EngineError("cannot chunk"), "unsupported", 5, "unsupported: cannot chunk"),
         (OSError(5, "Input/output error", "a"), "io_error", 5, "io_error: OSError: [Errno 5] Input/output error: 'a'"),

@@ -6,8 +6,9 @@ leaves out prefill and the first token, which prefill yields.
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean, median
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
@@ -246,19 +247,12 @@ class Measurement(Recorded):
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
-class Dated(Protocol):
-    """Record with the time at which it was begun."""
-
-    @property
-    def started_at(self) -> str: ...
-
-
-R = TypeVar("R", bound=Dated)
+R = TypeVar("R")
 
 
 def in_time(records: Iterable[R]) -> list[R]:
-    """Return records in the order of their times."""
-    return sorted(records, key=lambda record: record.started_at)
+    """Return records in the order of their `started_at`."""
+    return sorted(records, key=attrgetter("started_at"))
 
 
 def latest(points: Iterable[Measurement]) -> tuple[Measurement, ...]:

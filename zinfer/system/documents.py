@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from zinfer.core.errors import ENVIRONMENT, ZinferError
+from zinfer.core.errors import ZinferError, environment_error
 from zinfer.core.value import first_fault
 
 MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
@@ -45,18 +45,12 @@ class DocumentError(ZinferError):
     """File that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
 
 
-class UnreadableError(DocumentError):
-    """File that this user, or this machine, cannot read."""
-
-    exit_code = ENVIRONMENT
-
-
 def open_regular(path: Path) -> BinaryIO:
     """Open the regular file `path`, or a link to one, for reading.
 
     A FIFO, a device, a folder, or a link to a file of the kernel (in /proc and /sys, whose reads may wait for ever) is
     refused without waiting for it, as is the pointer that Git LFS leaves in the place of a file. Raises DocumentError,
-    UnreadableError if permission is denied or the disk fails; FileNotFoundError if there is no such file.
+    with the exit code of this machine if permission is denied or the disk fails; FileNotFoundError without such a file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -82,8 +76,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _unread(path: Path, error: OSError) -> DocumentError:
-    kind = DocumentError if error.errno in _MISUSED else UnreadableError
-    return kind(f"{path} cannot be read: {error.strerror or error}")
+    fault = DocumentError(f"{path} cannot be read: {error.strerror or error}")
+    return fault if error.errno in _MISUSED else environment_error(fault)
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:

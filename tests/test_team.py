@@ -219,7 +219,7 @@ def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, si
         kept = engine.snapshot(batch, 0, 8)
         steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.clear()
-        real = [kept.states(name, torch.device("cpu"))[0, :, 4:] for name in kept.blocks]  # of the first row
+        real = [states[0, :, 4:] for states in kept.states.values()]  # of the first row
         results.append(steps + real)
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)

@@ -1,18 +1,16 @@
 """KV snapshots: keys and values in host memory, where a prefill continues.
 
-Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values. They lie
-layer by layer in one block of exactly their size. The layout does not depend on the engine: an engine can continue from
-the snapshot of another.
+Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values. An engine
+can continue from the snapshot of another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from zinfer.engine.pinned import PinnedArena, TensorPlace
+from zinfer.engine.pinned import PinnedArena, lay_out
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
     from zinfer.engine.cache import FixedLayer
@@ -21,17 +19,14 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each. They are in page-locked memory
-    if `pin`, until it is closed. A pickled one borrows the memory of what it was."""
+    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each. They are in memory of its own,
+    until it is closed. A pickled one borrows the memory of what it was."""
 
-    def __init__(
-        self, first: int, blocks: Mapping[str, TensorPlace], pin: bool, borrowed: Tensor | None = None
-    ) -> None:
-        self.first, self.blocks = first, blocks
-        self.length: int = next(iter(blocks.values())).shape[2]
-        self.nbytes = sum(block.size for block in blocks.values())
-        self._arena = PinnedArena(self.nbytes, pin) if borrowed is None else None
-        self._borrowed = borrowed
+    def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
+        self.first, self.states = first, states
+        self.length: int = next(iter(states.values())).shape[2]
+        self.nbytes = sum(tensor.nbytes for tensor in states.values())
+        self._arena: PinnedArena | None = arena
 
     @classmethod
     def of(
@@ -47,15 +42,14 @@ class KVSnapshot:
 
     @classmethod
     def _filled(cls, first: int, states: Mapping[str, Tensor], pin: bool) -> Self:
-        """Copy `states`, whose first position is `first`."""
-        ends = accumulate((tensor.nbytes for tensor in states.values()), initial=0)  # no gaps, as safetensors requires
-        places = zip(ends, states.items(), strict=False)
-        blocks = {name: TensorPlace(start, tensor.shape, tensor.dtype) for start, (name, tensor) in places}
-        kept = cls(first, blocks, pin)
+        """Copy `states`, whose first position is `first`, to page-locked memory if `pin`."""
+        blocks, size = lay_out(states.items())
+        arena = PinnedArena(size, pin)
+        kept = cls(first, arena.views(blocks), arena)
         try:
-            for name, block in kept.blocks.items():
+            for name, target in kept.states.items():
                 # Made contiguous on the device: the link copies one contiguous block at its full rate.
-                block.view(kept.memory).copy_(states[name].contiguous(), non_blocking=pin)
+                target.copy_(states[name].contiguous(), non_blocking=pin)
             if pin:
                 torch.cuda.current_stream().synchronize()
         except BaseException:
@@ -70,19 +64,12 @@ class KVSnapshot:
         """Join snapshots, each with its row numbers, into one of `count` rows. Raises MemoryError. It has the positions
         from `first` to `last`, at which all of them end; what none of them has is zero."""
         states = dict[str, Tensor]()
-        for name, block in parts[0][0].blocks.items():
-            _, heads, _, size = block.shape
-            states[name] = whole = torch.zeros((count, heads, last - first, size), dtype=block.dtype)
+        for name, tensor in parts[0][0].states.items():
+            _, heads, _, size = tensor.shape
+            states[name] = whole = torch.zeros((count, heads, last - first, size), dtype=tensor.dtype)
             for part, rows in parts:
-                whole[list(rows), :, last - first - part.length :] = part.blocks[name].view(part.memory)
+                whole[list(rows), :, last - first - part.length :] = part.states[name]
         return cls._filled(first, states, pin)
-
-    @property
-    def memory(self) -> Tensor:
-        """All bytes of the snapshot, uint8 ``[nbytes]``."""
-        memory = self._borrowed if self._arena is None else self._arena.memory
-        assert memory is not None
-        return memory[: self.nbytes]
 
     @property
     def pinned(self) -> bool:
@@ -94,38 +81,39 @@ class KVSnapshot:
         part.__dict__.update(self.__dict__, length=length)
         return part
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _borrowed, (self.first, self.length, self.blocks, self.memory)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_arena": None}
 
     def cut(self, start: int, end: int) -> Self:
         """Copy positions `start` to `end`, counted from the first. Raises MemoryError."""
-        states = {name: block.view(self.memory)[:, :, start:end] for name, block in self.blocks.items()}
+        states = {name: tensor[:, :, start:end] for name, tensor in self.states.items()}
         return self._filled(self.first + start, states, self.pinned)
 
     def select(self, rows: Sequence[int]) -> Self:
         """Copy some sequences, in this order. Raises MemoryError."""
-        states = {name: block.view(self.memory)[list(rows), :, : self.length] for name, block in self.blocks.items()}
+        states = {name: tensor[list(rows), :, : self.length] for name, tensor in self.states.items()}
         return self._filled(self.first, states, False)
 
-    def states(self, name: str, device: torch.device) -> Tensor:
-        """Copy a block ``[B, kv_heads, length, head_dim]`` to `device`."""
+    def on_device(self, name: str, device: torch.device) -> Tensor:
+        """Copy keys or values ``[B, kv_heads, length, head_dim]`` to `device`."""
         # Copied whole, which the link does at its full rate, and cut there.
-        return self.blocks[name].view(self.memory).to(device, non_blocking=True)[:, :, : self.length]
+        return self.states[name].to(device, non_blocking=True)[:, :, : self.length]
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
         """Append the positions to `layers`, on the current stream. Until then the snapshot must not be closed."""
         for index, layer in enumerate(layers):
-            layer.update(*(self.states(f"{index}.{half}", device) for half in HALVES))
+            layer.update(*(self.on_device(f"{index}.{half}", device) for half in HALVES))
 
     def fits(self, layers: int, batch_size: int) -> bool:
         """Tell whether it has `batch_size` sequences and `layers` decoder layers."""
-        return len(self.blocks) == 2 * layers and all(block.shape[0] == batch_size for block in self.blocks.values())
+        return len(self.states) == 2 * layers and all(len(tensor) == batch_size for tensor in self.states.values())
 
     def close(self) -> None:
         """Free the memory, once no copy from it is under way."""
         if self.pinned:
             torch.cuda.synchronize()
         if self._arena is not None:
+            self.states.clear()  # views, which would keep the memory
             self._arena.close()
 
 
@@ -141,16 +129,17 @@ class RowsPast:
         rows: Sequence[Sequence[KVSnapshot]],
         pads: Sequence[int],
         length: int,
-        blocks: Mapping[str, TensorPlace] | None = None,
+        kinds: Mapping[str, tuple[int, int, torch.dtype]] | None = None,
     ) -> None:
         self.length = length
         self.rows = [(list(_cut_to(parts, length - pad)), pad) for parts, pad in zip(rows, pads, strict=True)]
-        # Type and shape of keys and values, in the blocks of any snapshot: all of some rows may be padding.
-        self.blocks = blocks or next((part.blocks for parts, _ in self.rows for part in parts), {})
+        # Heads, width and type of keys and values, as in any snapshot: all of some rows may be padding.
+        states = next((part.states for parts, _ in self.rows for part in parts), {})
+        self.kinds = kinds or {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
 
     def select(self, rows: Sequence[int]) -> "RowsPast":
         chosen = [self.rows[row] for row in rows]
-        return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.blocks)
+        return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.kinds)
 
     def fits(self, layers: int, batch_size: int) -> bool:
         def whole(parts: Sequence[KVSnapshot], pad: int) -> bool:
@@ -165,22 +154,18 @@ class RowsPast:
             both = []
             for half in HALVES:
                 name = f"{index}.{half}"
-                (_, heads, _, size), dtype = self.blocks[name].shape, self.blocks[name].dtype
+                heads, size, dtype = self.kinds[name]
                 # Padding must be numbers: attention multiplies it by zero.
                 states = torch.zeros((len(self.rows), heads, self.length, size), dtype=dtype, device=device)
                 for row, (parts, pad) in enumerate(self.rows):
                     for part in parts:
                         begin = pad + part.first
-                        states[row, :, begin : begin + part.length] = part.states(name, device)[0]
+                        states[row, :, begin : begin + part.length] = part.on_device(name, device)[0]
                 both.append(states)
             layer.update(*both)
 
 
 Past = KVSnapshot | RowsPast  # computed keys and values of a batch: `length` positions from `first` on
-
-
-def _borrowed(first: int, length: int, blocks: Mapping[str, TensorPlace], memory: Tensor) -> KVSnapshot:
-    return KVSnapshot(first, blocks, False, memory).head(length)
 
 
 def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:

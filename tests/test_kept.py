@@ -16,14 +16,14 @@ from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.core.case import Offload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
+from zinfer.engine.kv_snapshot import Past, RowsPast
 
 assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 
 
-def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapshot, ...] = ()) -> Tensor:
+def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[Past, ...] = ()) -> Tensor:
     """Return greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
@@ -87,10 +87,12 @@ def test_padded_rows_go_on_together_and_in_blocks(
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
     prefill(engine, token_ids, mask)
-    kept = snapshot(engine, 0, 5)
-    assert torch.equal(go_on(engine, token_ids, mask, (kept,)), expected)
+    pads = (0, 4, 2)
+    rows = [[engine.snapshot(engine.batches[-1], 0, 5 - pad, row)] for row, pad in enumerate(pads)]
+    past = RowsPast(rows, pads, 5)
+    assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)
     with pytest.raises(EngineError, match="other rows"):
-        prefill(engine, token_ids[:2], mask[:2], past=(kept,))
+        prefill(engine, token_ids[:2], mask[:2], past=(past,))
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])

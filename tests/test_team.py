@@ -185,23 +185,19 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
 
 
 def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None:
-    """Copy all rows, and each row, in engines of both sizes. One has one rank, the other two."""
+    """Copy rows, and go on in engines of both sizes. One has one rank, the other two."""
     token_ids, mask = prompts(BATCHES[0])
     expected = go_on(single, token_ids, mask)
-    prefill(team, token_ids, mask)
-    batch = team.batches[-1]
-    kept = team.snapshot(batch, 0, 5)
-    prefill(single, token_ids, mask)
-    there = single.snapshot(single.batches[-1], 0, 5)
     prefill(team, token_ids, mask)
     batch = team.batches[-1]
     rows = [[team.snapshot(batch, 0, 4, 0), team.snapshot(batch, 4, 9, 0)], [], [team.snapshot(batch, 0, 7, 2)]]
     with pytest.raises(EngineError, match="positions 0 to 6 have not been computed"):
         team.snapshot(batch, 0, 6, 1)
-    for engine, past in ((team, kept), (team, there), (single, kept), (team, RowsPast(rows, (0, 4, 2), 4))):
-        assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)  # type: ignore[arg-type]
+    past = RowsPast(rows, (0, 4, 2), 4)
+    for engine in (team, single):
+        assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)
     with pytest.raises(EngineError, match="other rows"):
-        prefill(team, token_ids[:2], mask[:2], past=(kept,))
+        prefill(team, token_ids[:2], mask[:2], past=(past,))
     team.clear()
 
 
@@ -216,11 +212,10 @@ def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, si
         tokens = torch.cat([second[[1, 0]], first]).argmax(-1)
         steps = [passes.decode(engine, batch, tokens)]
         engine.rollback(batch, torch.tensor([8, 7, 7]))
-        kept = engine.snapshot(batch, 0, 8)
+        kept = engine.snapshot(batch, 0, 4)
         steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.clear()
-        real = [states[0, :, 4:] for states in kept.states.values()]  # of the first row
-        results.append(steps + real)
+        results.append([*steps, *kept.states.values()])
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 

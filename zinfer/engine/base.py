@@ -187,10 +187,10 @@ class Engine(ABC, Generic[B]):
         """Return why computed keys and values cannot be copied, and continued from."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def snapshot(self, batch: B, first: int, last: int, row: int | None = None) -> KVSnapshot:
-        """Copy keys and values of some positions to host memory. These are `first` to `last` (excluded), computed
-        before. They are those of all rows, padding counted, or of one `row`, whose first token then is position 0.
-        Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room."""
+    def snapshot(self, batch: B, first: int, last: int, row: int = 0) -> KVSnapshot:
+        """Copy keys and values of some positions of a `row` to host memory. These are `first` to `last` (excluded),
+        computed before; the row's first token is position 0. Raises EngineError where `cannot_snapshot` gives a reason,
+        MemoryError where there is no room."""
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
     @property

@@ -337,12 +337,12 @@ class Decoder(Engine[D]):
         return None
 
     @torch.inference_mode()
-    def snapshot(self, batch: D, first: int, last: int, row: int | None = None) -> KVSnapshot:
+    def snapshot(self, batch: D, first: int, last: int, row: int = 0) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         cache = batch.cache if self.is_live(batch) else None
         pad = 0
-        if cache is not None and row is not None and batch.mask is not None:
+        if cache is not None and batch.mask is not None:
             real = batch.mask[row, : batch.length].bool()
             pad = batch.length - int(real.sum())
             if not bool(real[pad:].all()):
@@ -351,8 +351,7 @@ class Decoder(Engine[D]):
             raise EngineError(f"positions {first} to {last} have not been computed")
         if not all(layer.is_initialized for layer in cache.layers):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
-        rows = slice(None) if row is None else slice(row, row + 1)
-        return KVSnapshot.of(cache.layers, first, last, self.device.type == "cuda", rows, pad)
+        return KVSnapshot.of(cache.layers, first, last, row, pad, self.device.type == "cuda")
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work[D]]) -> list[Tensor]:

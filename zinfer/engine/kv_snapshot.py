@@ -19,8 +19,8 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each. They are in memory of its own,
-    until it is closed. A pickled one borrows the memory of what it was."""
+    """Keys and values of a row in all decoder layers, ``[1, kv_heads, length, head_dim]`` each. They are in memory of
+    its own, until it is closed. A pickled one borrows the memory of what it was."""
 
     def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
         self.first, self.states = first, states
@@ -29,12 +29,10 @@ class KVSnapshot:
         self._arena: PinnedArena | None = arena
 
     @classmethod
-    def of(
-        cls, layers: "Sequence[FixedLayer]", first: int, last: int, pin: bool, rows: slice = slice(None), pad: int = 0
-    ) -> Self:
-        """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`. They count from position `pad`."""
+    def of(cls, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> Self:
+        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`. They count from position `pad`."""
         states = {
-            f"{index}.{half}": part[rows, :, pad + first : pad + last]
+            f"{index}.{half}": part[row : row + 1, :, pad + first : pad + last]
             for index, layer in enumerate(layers)
             for half, part in zip(HALVES, (layer.keys, layer.values), strict=True)
         }
@@ -57,19 +55,9 @@ class KVSnapshot:
             raise
         return kept
 
-    @classmethod
-    def joined(
-        cls, parts: Sequence[tuple["KVSnapshot", Sequence[int]]], count: int, first: int, last: int, pin: bool
-    ) -> Self:
-        """Join snapshots, each with its row numbers, into one of `count` rows. Raises MemoryError. It has the positions
-        from `first` to `last`, at which all of them end; what none of them has is zero."""
-        states = dict[str, Tensor]()
-        for name, tensor in parts[0][0].states.items():
-            _, heads, _, size = tensor.shape
-            states[name] = whole = torch.zeros((count, heads, last - first, size), dtype=tensor.dtype)
-            for part, rows in parts:
-                whole[list(rows), :, last - first - part.length :] = part.states[name]
-        return cls._filled(first, states, pin)
+    def owned(self, pin: bool) -> Self:
+        """Copy a borrowed snapshot, to page-locked memory if `pin`. Raises MemoryError."""
+        return self._filled(self.first, self.states, pin)
 
     @property
     def pinned(self) -> bool:
@@ -95,7 +83,7 @@ class KVSnapshot:
         return self._filled(self.first, states, False)
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
-        """Copy keys or values ``[B, kv_heads, length, head_dim]`` to `device`."""
+        """Copy keys or values ``[1, kv_heads, length, head_dim]`` to `device`."""
         # Copied whole, which the link does at its full rate, and cut there.
         return self.states[name].to(device, non_blocking=True)[:, :, : self.length]
 

@@ -78,7 +78,7 @@ class Member(Generic[E]):
             torch.cuda.current_stream().synchronize()  # the copies have run
         return batch.host_rows
 
-    def snapshot(self, key: int, first: int, last: int, row: int | None) -> KVSnapshot:
+    def snapshot(self, key: int, first: int, last: int, row: int) -> KVSnapshot:
         return self.engine.snapshot(self._batches[key], first, last, row)
 
     def move_rows(self, key: int, sources: Sequence[tuple[int, Sequence[int]]], capacity: int) -> tuple[int, int]:
@@ -276,27 +276,15 @@ class Team(Engine[TeamBatch], Generic[E]):
         return batch
 
     @torch.inference_mode()
-    def snapshot(self, batch: TeamBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+    def snapshot(self, batch: TeamBatch, first: int, last: int, row: int = 0) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         if not self.is_live(batch) or not 0 <= first < last <= batch.length:
             raise EngineError(f"positions {first} to {last} have not been computed")
-        pin = self.device.type == "cuda"
-        if row is not None:
-            rank = batch.ranks[row]
-            index = batch.rows_of(rank).index(row)
-            copied: KVSnapshot = self._some("snapshot", {rank: (batch.key, first, last, index)})[rank]
-            return copied if rank == 0 else KVSnapshot.joined([(copied, [0])], 1, first, last, pin)
-        # Rows of a rank have as many positions fewer in its cache as its longest row is shorter.
-        fewer = {rank: batch.length - length for rank, length in batch.lengths.items()}
-        orders = {rank: (batch.key, max(0, first - less), last - less, None) for rank, less in fewer.items()}
-        parts = self._some("snapshot", {rank: order for rank, order in orders.items() if order[2] > 0})
-        try:
-            rows = [(part, batch.rows_of(rank)) for rank, part in parts.items()]
-            return KVSnapshot.joined(rows, batch.batch_size, first, last, pin)
-        finally:
-            for part in parts.values():
-                part.close()
+        rank = batch.ranks[row]
+        index = batch.rows_of(rank).index(row)
+        copied: KVSnapshot = self._some("snapshot", {rank: (batch.key, first, last, index)})[rank]
+        return copied if rank == 0 else copied.owned(self.device.type == "cuda")
 
     def _divide(self, rows: int, capacity: int) -> list[int]:
         """Choose a rank for each of `rows`. The emptiest ranks get most rows, the first ranks the first rows."""

@@ -1,16 +1,14 @@
 """Prefill and decode of one micro-batch: the two passes that most callers need, as functions over `Engine.forward`."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.transfer import to_device
 
 
 def prefill(
-    engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()
+    engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: RowsPast | None = None
 ) -> tuple[MicroBatch, Tensor]:
     """Admit and compute left-padded prompts; return the micro-batch and the last logits ``[B, V]``. Token ids are int64
     ``[B, S]``, their mask has 1 for a token, 0 for padding; there is room for `reserve` further tokens. `past` holds

@@ -7,13 +7,17 @@ from torch import Tensor
 
 from tests import passes
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import KVSnapshot, Past
+from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
+
+Past = RowsPast | Sequence[KVSnapshot]  # the latter of a single row
 
 
-def prefill(engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()) -> Tensor:
+def prefill(engine: Engine, token_ids: Tensor, mask: Tensor, reserve: int = 0, past: Past = ()) -> Tensor:
     """Retire all that is running, and compute these prompts: the next logits, ``[B, V]``."""
     engine.clear()
-    return passes.prefill(engine, token_ids, mask, reserve, past)[1]
+    if not isinstance(past, RowsPast):
+        past = RowsPast([past], (0,), sum(part.length for part in past))
+    return passes.prefill(engine, token_ids, mask, reserve, past if past.length else None)[1]
 
 
 def decode(engine: Engine, token_ids: Tensor) -> Tensor:
@@ -39,7 +43,7 @@ class StepEngine(Engine):
     def step(self, name: str, rows: int) -> Tensor:
         raise NotImplementedError
 
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> MicroBatch:
         rows, length = attention_mask.shape
         self.batches.append(batch := MicroBatch(rows, length, capacity))
         return batch

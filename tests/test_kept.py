@@ -11,19 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from tests.grid import covering
 from tests.opened import engines_closed
-from tests.running import decode, prefill, snapshot
+from tests.running import Past, decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.core.case import Offload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.engine.kv_snapshot import Past, RowsPast
+from zinfer.engine.kv_snapshot import RowsPast
 
 assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 
 
-def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[Past, ...] = ()) -> Tensor:
+def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: Past = ()) -> Tensor:
     """Return greedy tokens, ``[B, OUTPUT_LEN]``."""
     tokens = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN, past=past).argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
@@ -90,9 +90,9 @@ def test_padded_rows_go_on_together_and_in_blocks(
     pads = (0, 4, 2)
     rows = [[engine.snapshot(engine.batches[-1], 0, 5 - pad, row)] for row, pad in enumerate(pads)]
     past = RowsPast(rows, pads, 5)
-    assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)
+    assert torch.equal(go_on(engine, token_ids, mask, past), expected)
     with pytest.raises(EngineError, match="other rows"):
-        prefill(engine, token_ids[:2], mask[:2], past=(past,))
+        prefill(engine, token_ids[:2], mask[:2], past=past)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
@@ -112,17 +112,17 @@ def test_rows_with_beginnings_of_their_own_begin_together(
         engine.snapshot(batch, 0, 6, 1)
     past = RowsPast(rows, (0, 4, 2), 4)  # the second row begins there
     computed = prefill(engine, token_ids, mask)
-    assert torch.allclose(prefill(engine, token_ids, mask, past=(past,)), computed, atol=1e-4)
+    assert torch.allclose(prefill(engine, token_ids, mask, past=past), computed, atol=1e-4)
     tokens = [computed.argmax(-1)]
     while len(tokens) < OUTPUT_LEN:
         if len(tokens) == 1:
-            prefill(engine, token_ids, mask, OUTPUT_LEN, (past,))
+            prefill(engine, token_ids, mask, OUTPUT_LEN, past)
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, dim=1), expected)
     others = [(rows, (0, 4, 2), 5), (rows[:2], (0, 4), 4), ([rows[0][1:], [], []], (0, 4, 4), 4)]
     for wrong in (RowsPast(*fields) for fields in others):
         with pytest.raises(EngineError, match="other rows"):
-            prefill(engine, token_ids, mask, past=(wrong,))
+            prefill(engine, token_ids, mask, past=wrong)
 
 
 def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:

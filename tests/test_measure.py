@@ -12,7 +12,7 @@ from tests.inline import MACHINE, SPEC
 from tests.running import StepEngine
 from zinfer.core.case import Case, Workload
 from zinfer.engine.base import MicroBatch, Work
-from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.plan.planner import make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
@@ -53,7 +53,7 @@ class Metronome(StepEngine):
     def step(self, name: str, rows: int) -> torch.Tensor:
         return self._logits(name, PREFILL_S if name == "prefill" else STEP_S, rows)
 
-    def admit(self, attention_mask: torch.Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
+    def admit(self, attention_mask: torch.Tensor, capacity: int, past: RowsPast | None = None) -> MicroBatch:
         assert (attention_mask.shape, capacity, self.batches) == ((3, 5), 9, [])
         return super().admit(attention_mask, capacity, past)
 

@@ -195,9 +195,9 @@ def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None
         team.snapshot(batch, 0, 6, 1)
     past = RowsPast(rows, (0, 4, 2), 4)
     for engine in (team, single):
-        assert torch.equal(go_on(engine, token_ids, mask, (past,)), expected)
+        assert torch.equal(go_on(engine, token_ids, mask, past), expected)
     with pytest.raises(EngineError, match="other rows"):
-        prefill(team, token_ids[:2], mask[:2], past=(past,))
+        prefill(team, token_ids[:2], mask[:2], past=past)
     team.clear()
 
 

@@ -18,7 +18,7 @@ from zinfer.core.case import Workload
 from zinfer.core.engine import EngineOptions, parse_options
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
-from zinfer.engine.kv_snapshot import KVSnapshot, Past
+from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.system.host import peak_bytes
@@ -103,13 +103,13 @@ class Engine(ABC, Generic[B]):
         return spec.weight_bytes if rounded else spec.stored_bytes
 
     @abstractmethod
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> B:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> B:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
-        prompt and all tokens that will follow it. `past` has snapshots, in order, of the first positions of these
-        prompts: the batch begins with them in its cache, and they are its `length`; one position at least must be left
-        to compute. No snapshot may be closed before the first `forward` has run.
+        prompt and all tokens that will follow it. `past` has the first positions of these prompts: the batch begins
+        with them in its cache, and they are its `length`; one position at least must be left to compute. No snapshot of
+        it may be closed before the first `forward` has run.
 
         Raises EngineError for a past of other rows, and where `cannot_snapshot` gives a reason; torch.OutOfMemoryError
         or MemoryError without room.

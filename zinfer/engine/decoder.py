@@ -24,7 +24,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, Indexed, RowCache, RowMask, RowSource, make_cache
-from zinfer.engine.kv_snapshot import KVSnapshot, Past
+from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.engine.positions import asks_length, scale_by_positions
 from zinfer.engine.transfer import to_device, to_device_together
 from zinfer.plan.planner import Plan
@@ -194,7 +194,7 @@ class Decoder(Engine[D]):
         return logits
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> D:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> D:
         length = self._check_past(past, *attention_mask.shape)
         padded = int(attention_mask.sum(-1).min()) < attention_mask.shape[1]
         if padded and (why_not := self.cannot_pad()) is not None:
@@ -204,9 +204,9 @@ class Decoder(Engine[D]):
         batch = self._make_batch(to_device(attention_mask, self.device), capacity)
         self.batches.append(batch)
         try:
-            for part in past:
+            if past is not None:
                 assert batch.cache is not None
-                part.put(batch.cache.layers, self.device)
+                past.put(batch.cache.layers, self.device)
         except BaseException:
             self.retire(batch)
             raise
@@ -221,20 +221,16 @@ class Decoder(Engine[D]):
     def _state_of(self, cache: Cache | None) -> Any:
         return DynamicCache(config=self.model.config) if self._in_modules else cache
 
-    def _check_past(self, past: Sequence[Past], batch_size: int, length: int) -> int:
+    def _check_past(self, past: RowsPast | None, batch_size: int, length: int) -> int:
         """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
-        if not past:
+        if past is None:
             return 0
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        end = 0
-        for part in past:
-            if part.first != end or not part.fits(self.plan.model.num_layers, batch_size):
-                raise EngineError("the snapshots belong to other rows or another model, or are not in order")
-            end += part.length
-        if end >= length:
-            raise EngineError(f"snapshots hold {end} positions of a prompt of {length}: one at least must be new")
-        return end
+        past.check(self.plan.model.num_layers, batch_size)
+        if past.length >= length:
+            raise EngineError(f"snapshots hold {past.length} positions of a prompt of {length}: one must be new")
+        return past.length
 
     @cached_property
     def _kinds_of_layers(self) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from zinfer.engine import EngineError
 from zinfer.engine.pinned import PinnedArena, lay_out
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
@@ -77,24 +78,10 @@ class KVSnapshot:
         states = {name: tensor[:, :, start:end] for name, tensor in self.states.items()}
         return self._filled(self.first + start, states, self.pinned)
 
-    def select(self, rows: Sequence[int]) -> Self:
-        """Copy some sequences, in this order. Raises MemoryError."""
-        states = {name: tensor[list(rows), :, : self.length] for name, tensor in self.states.items()}
-        return self._filled(self.first, states, False)
-
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """Copy keys or values ``[1, kv_heads, length, head_dim]`` to `device`."""
         # Copied whole, which the link does at its full rate, and cut there.
         return self.states[name].to(device, non_blocking=True)[:, :, : self.length]
-
-    def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
-        """Append the positions to `layers`, on the current stream. Until then the snapshot must not be closed."""
-        for index, layer in enumerate(layers):
-            layer.update(*(self.on_device(f"{index}.{half}", device) for half in HALVES))
-
-    def fits(self, layers: int, batch_size: int) -> bool:
-        """Tell whether it has `batch_size` sequences and `layers` decoder layers."""
-        return len(self.states) == 2 * layers and all(len(tensor) == batch_size for tensor in self.states.values())
 
     def close(self) -> None:
         """Free the memory, once no copy from it is under way."""
@@ -110,8 +97,6 @@ class RowsPast:
     one sequence each, in order from its first token on; they hold at least what the row has behind its padding, `pads`
     positions."""
 
-    first = 0
-
     def __init__(
         self,
         rows: Sequence[Sequence[KVSnapshot]],
@@ -126,18 +111,24 @@ class RowsPast:
         self.kinds = kinds or {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
 
     def select(self, rows: Sequence[int]) -> "RowsPast":
+        """Return the past of some rows, in this order."""
         chosen = [self.rows[row] for row in rows]
         return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.kinds)
 
-    def fits(self, layers: int, batch_size: int) -> bool:
+    def check(self, layers: int, batch_size: int) -> None:
+        """Raise EngineError unless it is of `batch_size` rows and `layers` layers, without gaps."""
+
         def whole(parts: Sequence[KVSnapshot], pad: int) -> bool:
             ends = [0, *(part.first + part.length for part in parts)]
             in_order = all(part.first == end for part, end in zip(parts, ends, strict=False))
-            return in_order and ends[-1] == max(0, self.length - pad) and all(part.fits(layers, 1) for part in parts)
+            of_model = all(len(part.states) == 2 * layers for part in parts)
+            return in_order and of_model and ends[-1] == max(0, self.length - pad)
 
-        return len(self.rows) == batch_size and all(whole(*row) for row in self.rows)
+        if len(self.rows) != batch_size or not all(whole(*row) for row in self.rows):
+            raise EngineError("the snapshots belong to other rows or another model, or are not in order")
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
+        """Append the positions to `layers`, on the current stream. Until then no snapshot must be closed."""
         for index, layer in enumerate(layers):
             both = []
             for half in HALVES:
@@ -151,9 +142,6 @@ class RowsPast:
                         states[row, :, begin : begin + part.length] = part.on_device(name, device)[0]
                 both.append(states)
             layer.update(*both)
-
-
-Past = KVSnapshot | RowsPast  # computed keys and values of a batch: `length` positions from `first` on
 
 
 def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.kv_snapshot import KVSnapshot, Past
+from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
@@ -70,11 +70,11 @@ class Member(Generic[E]):
     def use_threads(self, number: int) -> None:
         torch.set_num_threads(number)
 
-    def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past]) -> int:
+    def admit(self, key: int, mask: Tensor, capacity: int, past: RowsPast | None) -> int:
         """Make a micro-batch; return the number of its host rows."""
         batch: MicroBatch = self.engine.admit(mask, capacity, past)
         self._batches[key] = batch
-        if past and self.engine.device.type == "cuda":
+        if past is not None and self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies have run
         return batch.host_rows
 
@@ -252,8 +252,8 @@ class Team(Engine[TeamBatch], Generic[E]):
         """Make room in all ranks for a micro-batch that the block makes. That may fail in some of them."""
         return nullcontext()
 
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TeamBatch:
-        if past and (why_not := self.cannot_snapshot()) is not None:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> TeamBatch:
+        if past is not None and (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         mask = attention_mask.cpu()
         rows, length = mask.shape
@@ -261,17 +261,17 @@ class Team(Engine[TeamBatch], Generic[E]):
         with self._room(rows, length, capacity):
             self.batches.append(batch)
             try:
-                if any(not part.fits(self.plan.model.num_layers, rows) for part in past):
-                    raise EngineError("the snapshots belong to other rows or another model, or are not in order")
+                if past is not None:
+                    past.check(self.plan.model.num_layers, rows)
                 orders = dict[int, tuple[Any, ...]]()
                 for rank in batch.lengths:
                     mine = batch.rows_of(rank)
-                    orders[rank] = batch.key, mask[mine], capacity, [part.select(mine) for part in past]
+                    orders[rank] = batch.key, mask[mine], capacity, past and past.select(mine)
                 batch.host_rows_of = self._some("admit", orders)
             except BaseException:
                 self.retire(batch)
                 raise
-        batch.length = sum(part.length for part in past)
+        batch.length = 0 if past is None else past.length
         batch.lengths = dict.fromkeys(batch.lengths, batch.length)
         return batch
 

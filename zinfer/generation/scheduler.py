@@ -46,7 +46,6 @@ from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.system.host import host_bytes
 
 if TYPE_CHECKING:
-    from zinfer.engine.kv_snapshot import KVSnapshot
     from zinfer.plan.planner import Plan
 
 Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come next
@@ -69,7 +68,7 @@ class DecodeLoop:
             raise EngineError("no batch is running")
         return self._batch
 
-    def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: "Several[KVSnapshot]" = ()) -> Tensor:
+    def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: RowsPast | None = None) -> Tensor:
         """Prefill a batch of left-padded prompts and choose its first tokens, ``[B]``; a running batch is ended. There
         is room for `reserve` further tokens; `past` holds first positions of the prompts. Raises the errors of
         `Engine.admit` and `Engine.forward`."""
@@ -402,12 +401,12 @@ class ContinuousScheduler:
             self._matched[row.key] = self.prefixes.version, count
         return count
 
-    def _past(self, batch: PlannedBatch) -> tuple[RowsPast, ...]:
+    def _past(self, batch: PlannedBatch) -> RowsPast | None:
         """Return the kept keys and values that a new micro-batch begins with; its length becomes what is there."""
         for row in batch.living:
             self._matched.pop(row.key, None)
         if not batch.length:
-            return ()
+            return None
         kept = [self.prefixes.find(row.known_ids) for row in batch.living]
         pads = [batch.width - row.length for row in batch.living]
         ends = [pad + sum(part.length for part in parts) for pad, parts in zip(pads, kept, strict=True)]
@@ -415,7 +414,7 @@ class ContinuousScheduler:
         for row, pad in zip(batch.living, pads, strict=True):
             if not row.output_ids:
                 row.cached = max(0, batch.length - pad)
-        return (RowsPast(kept, pads, batch.length),) if batch.length else ()
+        return RowsPast(kept, pads, batch.length) if batch.length else None
 
     def _note_computed(self, works: Several[PlannedWork]) -> None:
         """Note completed prompts and ended rows, to keep before the next pass. So no first token waits for that."""

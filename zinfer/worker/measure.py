@@ -23,7 +23,7 @@ from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.measurement import Span, Status, spans
 
 if TYPE_CHECKING:
-    from zinfer.engine.kv_snapshot import KVSnapshot
+    from zinfer.engine.kv_snapshot import RowsPast
 
 WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
@@ -156,7 +156,7 @@ def _run_once(
 def first_token_ms(
     loop: DecodeLoop,
     token_ids: Tensor,
-    past: Sequence["KVSnapshot"] = (),
+    past: "RowsPast | None" = None,
     reserve: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zinfer.core.case import Workload
 from zinfer.engine import EngineError
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.study import Reload
@@ -41,11 +42,12 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> Reload:
         computed = sampler.logits
         kept = engine.snapshot(loop.batch, 0, context - new_tokens)
         stack.callback(kept.close)
+        past = RowsPast([[kept]], (0,), kept.length)
         samples: dict[str, list[float]] = {"recompute": [], "memory": []}
         difference, same = 0.0, True
         for turn in range(request.repeats + 1):
             for number, (way, taken) in enumerate(samples.items(), 1):
-                milliseconds = first_token_ms(loop, token_ids, [kept] if way == "memory" else [])
+                milliseconds = first_token_ms(loop, token_ids, past if way == "memory" else None)
                 difference = max(difference, float((sampler.logits.float() - computed.float()).abs().max()))
                 same &= torch.equal(sampler.logits.argmax(-1), computed.argmax(-1))
                 if turn:  # the first one warms up

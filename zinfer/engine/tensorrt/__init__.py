@@ -14,7 +14,7 @@ from zinfer.core.engine import TensorRTOptions
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.attention import Cache
 from zinfer.engine.tensorrt.build import plan_key
@@ -73,8 +73,8 @@ class TensorRT(Engine[TensorRTBatch]):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TensorRTBatch:
-        if past:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> TensorRTBatch:
+        if past is not None:
             raise EngineError(self.cannot_snapshot() or "")
         mask, key = attention_mask.to(self.device), self.file.key
         for name, asked in (("max_batch_size", len(mask)), ("max_seq_len", capacity)):

@@ -43,6 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},  # a window in every layer
     "gemma2": {"sliding_window": 6, "layer_types": _ALTERNATE, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 6, "layer_types": _ALTERNATE, "query_pre_attn_scalar": 16},
+    "gpt_oss": {  # sinks
+        "sliding_window": 6, "layer_types": _ALTERNATE, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},  # chunks
     "deepseek_v3": {  # K and V of different widths
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,

@@ -217,13 +217,7 @@ def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_pa
     assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
 
 
-OWN_ATTENTION: dict[str, Any] = {
-    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "by_name"), [("mistral", True), ("gemma2", False), ("gpt_oss", False)])
+@pytest.mark.parametrize(("name", "by_name"), [("mistral", True), ("gemma2", False), ("gpt_oss", True)])
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
@@ -231,7 +225,6 @@ def test_sliding_windows_are_recorded(
     moves to the front before one of four steps.
     """
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
-    monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
     expected = kinds.expected(kind(name))
     for _ in range(2):

@@ -112,7 +112,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
 @pytest.mark.parametrize(
     ("name", "joins"),
     [
-        *(("mistral", True), ("gemma3_text", True), ("deepseek_v3", None)),
+        *(("mistral", True), ("gemma3_text", True), ("gpt_oss", True), ("deepseek_v3", None)),
         ("llama4_text", False),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("gemma2", "qwen3_next", "gemma4_text")),
     ],

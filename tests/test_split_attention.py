@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from tests import test_cache_kinds as kinds
 from tests import test_graphs
 from tests.checkpoints import ARCHITECTURES, save_config
 from tests.interpreter import interpreted
@@ -24,6 +25,12 @@ from zinfer.engine.stream.attention import bias
 SHAPES = ((1, 2, 4, 200, 64, 64), (2, 2, 1, 320, 80, 80), (1, 1, 20, 129, 24, 40), (1, 1, 2, 900, 16, 16))
 MAX_SPLITS = 8  # under the interpreter: the last shape has two tiles a program
 BIASES = {torch.float32: ("none", "one", "each"), torch.bfloat16: ("each",), torch.float16: ("each",)}
+# With sinks. A head of the first has one program, one of the last has queries of two tokens for each of eight heads.
+SUNK = ((3, 2, 8, 60, 64, 64), (1, 2, 4, 200, 64, 64), (1, 2, 16, 129, 24, 40))
+MODELS = {
+    "llama": ARCHITECTURES["llama"],
+    "gpt_oss": kinds.KINDS["gpt_oss"] | {"num_key_value_heads": 2, "head_dim": 16},
+}
 OTHERS = {
     "few positions": (1, 2, 4, 100, 64, 64),
     "many heads": (8, 32, 1, 200, 16, 16),
@@ -46,8 +53,22 @@ def biases(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor | Non
     rows, _, count, positions, _, _ = shape
     seen = torch.rand((rows, count, positions), generator=torch.Generator().manual_seed(0)) < 0.5
     seen[..., -1] = True
-    seen[:, :, :100] = False
+    seen[:, :, : positions // 2] = False
     return {"none": None, "one": bias(seen[:, :1], dtype), "each": bias(seen, dtype)}
+
+
+def sinks_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.linspace(-4, 6, shape[1] * shape[2]).view(shape[1:3]).to(dtype)
+
+
+def with_sinks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """Return attention in float64, where each head's sink is the score of one more position, with a value of zero."""
+    query, keys, values = query.double(), *(pad(states.double(), (0, 0, 0, 1)) for states in (keys, values))
+    bias = torch.zeros(*query.shape[:3], keys.shape[2], dtype=torch.float64, device=query.device)
+    bias[..., -1] = sinks.double()
+    if mask is not None:
+        bias[..., :-1] += mask.double()
+    return scaled_dot_product_attention(query, keys, values, attn_mask=bias)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +94,20 @@ def test_positions_of_a_head_are_split_among_programs(by_kernel: dict[str, Any])
     assert by_kernel["splits"] == [4, 5, 3, 8]
 
 
-def test_recorded_steps_give_the_same_logits(by_kernel: dict[str, Any]) -> None:
-    ran, recorded, actual, expected = by_kernel["engine"]
+@pytest.mark.parametrize("dtype", BIASES)
+def test_sinks_take_their_part_of_each_softmax(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
+    assert by_kernel["combined"] == [False, True, True], "a program that has all positions needs no other"
+    results = [triple for name, triple in by_kernel["sinks"].items() if name[0] == dtype]
+    assert len(results) == len(SUNK) * len(BIASES[dtype])
+    for actual, plain, expected in results:
+        assert actual.dtype == plain.dtype == dtype
+        assert error(actual, expected) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+        assert error(plain, expected) < {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_steps_give_the_same_logits(name: str, by_kernel: dict[str, Any]) -> None:
+    ran, recorded, actual, expected = by_kernel[name]
     assert ran > 0
     assert recorded > 0
     for ours, other in zip(actual, expected, strict=True):
@@ -96,6 +129,22 @@ def test_the_gpu_computes_the_same(shape: tuple[int, ...], dtype: torch.dtype) -
         assert error(actual, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [*SUNK, *((rows, 8, 8, count, 64, 64) for rows in (1, 8, 300) for count in (151, 640))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gpu_computes_sinks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    query, keys, values = (tensor.cuda() for tensor in inputs(shape, dtype))
+    sinks = sinks_of(shape, dtype).cuda()
+    for value in biases(shape, dtype).values():
+        mask = None if value is None else value.cuda()
+        actual = split_attention.split_attention(query, keys, values, mask, None, sinks)
+        expected = with_sinks(query, keys, values, mask, sinks)
+        assert error(actual, expected) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+        assert torch.equal(actual, split_attention.split_attention(query, keys, values, mask, None, sinks))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_go_to_pytorch(name: str) -> None:
     query, keys, values = inputs(OTHERS[name])
@@ -107,7 +156,7 @@ def main(path: Path) -> None:
     """Compute the tests' results where the interpreter runs the kernels."""
     from zinfer.engine.stream import attention_kernel as kernel
 
-    results: dict[str, Any] = {"kernel": {}, "splits": []}
+    results: dict[str, Any] = {"kernel": {}, "sinks": {}}
     combine, splits, kernel.MAX_SPLITS = kernel._combine, dict[Any, int](), MAX_SPLITS
 
     class Counted:
@@ -131,7 +180,19 @@ def main(path: Path) -> None:
                 mask = None if attn_bias is None else attn_bias.double()
                 expected = scaled_dot_product_attention(query.double(), keys.double(), values.double(), attn_mask=mask)
                 results["kernel"][dtype, shape, name] = actual, expected
-    kernel._combine, results["splits"] = combine, [*splits.values()]
+    results["splits"] = [splits[shape] for shape in SHAPES]
+    for shape in SUNK:
+        for dtype, names in BIASES.items():
+            query, keys, values = inputs(shape, dtype)
+            sinks = sinks_of(shape, dtype)
+            for name in names:
+                given = query, keys, values, biases(shape, dtype)[name]
+                ways = (
+                    way(*given, None, sinks)
+                    for way in (split_attention.split_attention, split_attention.plain_attention)
+                )
+                results["sinks"][dtype, shape, name] = *ways, with_sinks(*given, sinks)
+    kernel._combine, results["combined"] = combine, [shape in splits for shape in SUNK]
 
     split_attention.MIN_POSITIONS, graphs.TUNED = 1, replace(graphs.TUNED, bucket=4)
     attend, ran = kernel.attend, 0
@@ -142,15 +203,16 @@ def main(path: Path) -> None:
         return attend(*args)
 
     kernel.attend = counted  # type: ignore[assignment]
-    recorder = test_graphs.Rerun()
-    graphs.recorder_of = lambda _device: recorder  # type: ignore[assignment]
-    directory = save_config(path.parent, "llama", **ARCHITECTURES["llama"])
-    logits = []
-    for way in ("auto", "off"):
-        engine = load("stream", directory, "none", path.parent, cuda_graphs=way)
-        ids = torch.arange(14).reshape(2, 7) % 11 + 3
-        first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
-        logits.append([first, *(decode(engine, torch.tensor([3, 4])) for _ in range(5))])
-        engine.close()
-    results["engine"] = ran, recorder.recorded, *logits
+    for name, settings in MODELS.items():
+        ran, recorder = 0, test_graphs.Rerun()
+        graphs.recorder_of = lambda _device, recorder=recorder: recorder  # type: ignore[assignment,misc]
+        directory = save_config(path.parent / name, name, **settings)
+        logits = []
+        for way in ("auto", "off"):
+            engine = load("stream", directory, "none", path.parent, cuda_graphs=way)
+            ids = torch.arange(14).reshape(2, 7) % 11 + 3
+            first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
+            logits.append([first, *(decode(engine, torch.tensor([3, 4])) for _ in range(5))])
+            engine.close()
+        results[name] = ran, recorder.recorded, *logits
     torch.save(results, path)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -32,11 +31,12 @@ from zinfer.engine.decoder import Part
 from zinfer.engine.stream import bloom
 from zinfer.engine.stream.kv.cpu import HostStates, OwnAttentionError, unknown
 from zinfer.engine.stream.kv.store import PartLayer
+from zinfer.engine.stream.split_attention import plain_attention
 from zinfer.engine.transfer import to_host
 
 NAME, JOINED = "zinfer", "zinfer_joined"  # names of the attention function: models make masks for the first alone
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
-Attend = Callable[..., Tensor]  # what takes the arguments of `scaled_dot_product_attention`
+Attend = Callable[..., Tensor]  # what takes the arguments of `plain_attention`
 
 
 def attention(
@@ -178,7 +178,7 @@ class JoinedLayer(DynamicLayer):  # type: ignore[misc]
         own = (
             ("position_bias",) if any(bias is not None and bias.positions is not None for bias in self._biases) else ()
         )
-        other = unknown(options, *own)
+        other = unknown(options, "s_aux", *own)
         if mask is not None or self.attended or other or query.shape[2] != key.shape[2]:
             what = sorted(other) or ("a mask" if mask is not None else "keys of another pass or layer")
             raise OwnAttentionError(f"attention with {what}")
@@ -199,12 +199,15 @@ class JoinedLayer(DynamicLayer):  # type: ignore[misc]
             seen = None if bias is None else bias.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.
             queries = query[rows].reshape(count, keys.shape[1], shared * tokens, query.shape[-1])
-            mixed = self._by(queries, keys, values, attn_mask=seen, scale=options.get("scaling"))
+            sinks = options.get("s_aux")
+            if sinks is not None:
+                sinks = sinks.view(keys.shape[1], shared, 1).expand(-1, -1, tokens).flatten(1)
+            mixed = self._by(queries, keys, values, attn_mask=seen, scale=options.get("scaling"), sinks=sinks)
             separated = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
             outputs.append(separated.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
             del keys, values  # dequantised, they take memory of their own, which the next ones need
             store.hand_back()
-        return torch.cat(outputs)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class JoinedHostLayer(JoinedLayer):
@@ -213,19 +216,19 @@ class JoinedHostLayer(JoinedLayer):
     def __init__(
         self, stores: Sequence[PartLayer], rows: Sequence[int], biases: Sequence[Bias | None], on_host: HostBiases
     ) -> None:
-        super().__init__(stores, rows, biases, scaled_dot_product_attention)
+        super().__init__(stores, rows, biases, plain_attention)
         self._states = HostStates(stores, rows, on_host)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         self.check(query, key, mask, options)
-        return self._states.attend(query, key, value, None, {"scaling": options.get("scaling")})
+        return self._states.attend(query, key, value, None, {name: options.get(name) for name in ("scaling", "s_aux")})
 
 
 class Ragged:
     """Attention of `model` by the function of this module.
 
     `by_name` is False for a model that computes attention itself, and `able` if it is known that its rows cannot join
-    those of other micro-batches.
+    those of other micro-batches. `sinks` is True for a model whose heads have sinks, for which it repeats keys.
     """
 
     def __init__(
@@ -241,11 +244,13 @@ class Ragged:
         slopes = bloom.adapt(layers)
         self.alibi = None if slopes is None else Alibi(slopes, slopes.to(device), model.dtype)
         self.by_name = self.alibi is not None or calls_by_name(layers)
-        sdpa = all(name == "sdpa" for _, name in self._configs) and bool(
+        self.sinks = any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in layers.modules())
+        own = "eager" if self.sinks else "sdpa"  # transformers' functions that compute what `plain_attention` does
+        replaceable = all(name == own for _, name in self._configs) and bool(
             getattr(model, "_supports_attention_backend", False)
         )
         self.able = (
-            (self.alibi is not None or (sdpa and "position_ids" in accepted))
+            (self.alibi is not None or (replaceable and "position_ids" in accepted))
             and "attention_mask" in accepted
             and set(getattr(text, "layer_types", None) or ()) <= MASKED
             and getattr(text, "attention_chunk_size", None) is None
@@ -278,7 +283,7 @@ class Ragged:
         caches: Sequence[Sequence[Any]],
         rows: Sequence[int],
         biases: Sequence[Bias | None],
-        by: Attend = scaled_dot_product_attention,
+        by: Attend = plain_attention,
         on_cpu: bool = False,
         whole: bool = True,
     ) -> Iterator[Cache]:

@@ -4,7 +4,9 @@
 PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
 the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. This kernel
 splits a head's positions among programs (as flash-decoding does, Dao et al. 2023); `_combine` adds their results, each
-by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values.
+by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values. Query
+heads that share keys are rows of one product, so keys and values are read once for all of them. Where a program has all
+positions of a head, it is the only launch.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
@@ -23,10 +25,12 @@ WARPS = 4
 LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return the attention of `query` to `keys` and `values`. Of `query` ``[B, K, m, D]``, `keys` ``[B, K, n, D]`` and
     `values` ``[B, K, n, E]`` it is ``[B, K, m, E]``. `bias`, which expands to ``[B, K, m, n]``, is added to the scores;
-    it must be finite.
+    it must be finite. `sinks`, contiguous ``[K, m]``, are scores without a value.
     """
     rows, heads, count, size = query.shape
     positions, width = values.shape[2:]
@@ -34,9 +38,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
     splits = max(1, min(blocks, triton.cdiv(PROGRAMS, rows * heads), MAX_SPLITS))
     steps = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, steps)
-    partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
-    sums = torch.empty((2, rows * heads, splits, count), dtype=torch.float32, device=query.device)
     out = torch.empty((rows, heads, count, width), dtype=query.dtype, device=query.device)
+    partial = sums = out
+    if splits > 1:
+        partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
+        sums = torch.empty((2, rows * heads, splits, count), dtype=torch.float32, device=query.device)
     seen = keys if bias is None else bias.expand(rows, heads, count, positions)
     of_bias = (0, 0, 0) if bias is None else seen.stride()[:3]
     asked = max(16, triton.next_power_of_2(count))
@@ -45,6 +51,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
         keys,
         values,
         seen,
+        keys if sinks is None else sinks,
         partial,
         sums,
         scale,
@@ -58,6 +65,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
         SIZE=size,
         WIDTH=width,
         BIASED=bias is not None,
+        SUNK=sinks is not None,
+        ALONE=splits == 1,
         ASKED=asked,
         SIZE_BLOCK=max(16, triton.next_power_of_2(size)),
         WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
@@ -65,17 +74,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
         INTERPRETED=INTERPRETED,
         num_warps=WARPS,
     )
-    _combine[(rows * heads, count)](
-        partial,
-        sums,
-        out,
-        splits,
-        COUNT=count,
-        WIDTH=width,
-        SPLITS=triton.next_power_of_2(splits),
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=WARPS,
-    )
+    if splits > 1:
+        _combine[(rows * heads, count)](
+            partial,
+            sums,
+            out,
+            splits,
+            COUNT=count,
+            WIDTH=width,
+            SPLITS=triton.next_power_of_2(splits),
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=WARPS,
+        )
     return out
 
 
@@ -85,6 +95,7 @@ def _attend(
     keys,
     values,
     bias,
+    sinks,
     partial,
     sums,
     scale,
@@ -104,6 +115,8 @@ def _attend(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BIASED: tl.constexpr,
+    SUNK: tl.constexpr,
+    ALONE: tl.constexpr,
     ASKED: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
@@ -111,7 +124,7 @@ def _attend(
     INTERPRETED: tl.constexpr,
 ):
     """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
-    and with it that score and the sum of the weights.
+    and with it that score and the sum of the weights. The first program has the sinks, too; `ALONE`, a program divides.
     """
     TYPE: tl.constexpr = values.dtype.element_ty
     pair = tl.program_id(0)
@@ -130,6 +143,10 @@ def _attend(
     largest = tl.full([ASKED], LOWEST, tl.float32)
     total = tl.zeros([ASKED], tl.float32)
     mixed = tl.zeros([ASKED, WIDTH_BLOCK], tl.float32)
+    if SUNK:
+        largest = tl.load(sinks + head * COUNT + asked, mask=(asked < COUNT) & (split == 0), other=LOWEST)
+        largest = largest.to(tl.float32)
+        total += tl.where(split == 0, 1.0, 0.0)
     first = split * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(positions, BLOCK))):
         position = step * BLOCK + tl.arange(0, BLOCK)
@@ -157,8 +174,11 @@ def _attend(
         mixed = added(rounded(weight, TYPE), content, mixed * fade[:, None], INTERPRETED)
         largest = higher
     entry = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
-    tl.store(sums + entry, largest, mask=asked < COUNT)
-    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + entry, total, mask=asked < COUNT)
+    if ALONE:
+        mixed = rounded(mixed / total[:, None], partial.dtype.element_ty)
+    else:
+        tl.store(sums + entry, largest, mask=asked < COUNT)
+        tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + entry, total, mask=asked < COUNT)
     element = entry[:, None] * WIDTH + column[None, :]
     tl.store(partial + element, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
 

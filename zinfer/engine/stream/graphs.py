@@ -33,7 +33,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -45,7 +44,7 @@ from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.rotations import Rotations
-from zinfer.engine.stream.split_attention import split_attention
+from zinfer.engine.stream.split_attention import plain_attention, split_attention
 from zinfer.engine.triton_check import cannot_run
 
 SLOWER = "a step without them is faster"
@@ -388,7 +387,7 @@ class Graphs:
         self.kernels = "none"  # what became of them
         self._norms: Norms | None = None
         self._rotations: Rotations | None = None
-        self._attend: Attend = scaled_dot_product_attention
+        self._attend: Attend = plain_attention
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
         # Shapes of steps, and rows and capacities of their micro-batches, that have no use for graphs.
@@ -619,9 +618,11 @@ class Graphs:
     def _find_kernels(self, device: torch.device) -> None:
         """Choose the kernels that replace the model's own in recorded passes."""
         self._norms = Norms(self._model, device)
-        if self._ragged.able and cannot_run(device) is None:
-            self._attend = split_attention
-        self._custom = len(self._norms) > 0 or self._attend is split_attention
+        if cannot_run(device) is None:
+            self._rotations = Rotations(self._model, device)
+            if self._ragged.able:
+                self._attend = split_attention
+        self._custom = bool(self._norms or self._rotations) or self._attend is split_attention
         self.kernels = "on" if self._custom else "none"
 
     @contextmanager
@@ -670,7 +671,7 @@ class Graphs:
             self._ragged.bias(memory.seen(end, count), memory.mask[:, :end], end, dtype, device)
             for memory, end in zip(memories, ends, strict=True)
         ]
-        attend = self._attend if self._custom else scaled_dot_product_attention
+        attend = self._attend if self._custom else plain_attention
         return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
 
 

@@ -235,10 +235,11 @@ class SharedPasses(Decoder[StreamBatch]):
     def _attention_of(self, parts: Sequence[Part[StreamBatch]]) -> str | None:
         """Return the name of the attention function for a pass; None is the model's own.
 
-        A part alone is joined if that saves the model its mask: ALiBi is then added to it once, not in each layer.
+        A part alone is joined if that saves the model its mask: ALiBi is then added to it once, not in each layer; or
+        if it saves copies of keys for each head with sinks.
         """
-        first = parts[0]
-        if len(parts) > 1 or ((on_cpu(first) or self._ragged.alibi is not None) and self._ragged.takes(first)):
+        first, ragged = parts[0], self._ragged
+        if len(parts) > 1 or ((on_cpu(first) or ragged.alibi is not None or ragged.sinks) and ragged.takes(first)):
             return JOINED
         batch = first.batch
         return NAME if batch.on_cpu and batch.length and first.rows.start >= batch.device_rows else None

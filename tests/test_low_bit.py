@@ -20,6 +20,7 @@ from tests import test_continuous, test_drafts, test_quantized
 from tests.grid import covering
 from tests.interpreter import interpreted
 from tests.running import error
+from tests.test_codec import compile_for_h100
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
@@ -545,14 +546,18 @@ def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> Non
     assert float(output.sum()) == 9, "its product is offered to the weight"
 
 
-ALIGNED = (1, 4, 128, 8), (64, 4, 128, 16), (7, 3, 5, 8), (700, 3, 5, 48)  # tokens, experts of each and all, block
+# Tokens, experts of each and all, rows of a block, parts of an expert.
+ALIGNED = (
+    (1, 4, 128, 8, 1), (64, 4, 128, 16, 1), (7, 3, 5, 8, 1), (700, 3, 5, 48, 1), (2, 4, 32, 8, 5), (700, 3, 5, 8, 2),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "each", "count", "block"), ALIGNED)
+@pytest.mark.parametrize(("tokens", "each", "count", "block", "splits"), ALIGNED)
 def test_pairs_are_aligned_in_blocks_of_an_expert(
-    tokens: int, each: int, count: int, block: int, by_kernel: Any
+    tokens: int, each: int, count: int, block: int, splits: int, by_kernel: Any
 ) -> None:
-    experts, numbers, owners, total = by_kernel[0][tokens, each, count, block]
+    experts, numbers, owners, total = by_kernel[0][tokens, each, count, block, splits]
+    experts, count = experts[..., None] * splits + torch.arange(splits), count * splits
     expected, expected_owners = list[int](), list[int]()
     for expert in range(count):
         pairs = (experts.flatten() == expert).nonzero()[:, 0].tolist()
@@ -560,18 +565,27 @@ def test_pairs_are_aligned_in_blocks_of_an_expert(
         expected += [*pairs, *[experts.numel()] * (blocks * block - len(pairs))]
         expected_owners += [expert] * blocks
     assert int(total) == len(expected)
-    assert numbers[: len(expected)].tolist() == expected
+    assert numbers.tolist() == expected + [experts.numel()] * (len(numbers) - len(expected))
     assert owners[: len(expected_owners)].tolist() == expected_owners
+    assert len(numbers) == len(owners) * block
+    assert 0 <= int(owners.min()) <= int(owners.max()) < count
+
+
+def test_the_kernel_that_aligns_pairs_compiles_for_an_h100() -> None:
+    from zinfer.engine.stream.weights.align_kernel import _align
+
+    types = {"experts": "*i64"} | dict.fromkeys(("numbers", "owners", "total"), "*i32")
+    compile_for_h100(_align, {"COUNT": 128, "SPLITS": 1, "BLOCK": 8, "WIDTH": 128, "STEP": 16}, types, num_warps=8)
 
 
 def main(path: Path) -> None:
     """Save pairs in blocks, and tokens of experts from codes and unpacked."""
     torch.set_grad_enabled(False)
     blocks = {}
-    for tokens, each, count, block in ALIGNED:
+    for tokens, each, count, block, splits in ALIGNED:
         experts = torch.rand(tokens, count).topk(each, 1).indices
         experts[-1, 0] = experts[-1, 0] if tokens % 7 else count + 4  # no expert
-        blocks[tokens, each, count, block] = experts, *align(experts, count, block)
+        blocks[tokens, each, count, block, splits] = experts, *align(experts, count, block, splits)
     directory, chosen, statuses = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts"), [], []
     with Patch.context() as patch:
         double = replaced(patch)

@@ -15,18 +15,20 @@ VALUES = 8192  # comparisons of pairs with experts that the program does at a ti
 MAX_PAIRS = 2048  # of the program, which takes them a few at a time; torch sorts the pairs of prompts
 
 
-def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+def align(experts: Tensor, count: int, block: int, splits: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return pairs' numbers in blocks of an expert, owners, and total.
 
     `experts` are int64 ``[tokens, k]``; a pair whose expert is not below `count` is left out. The results are int32:
-    ``[blocks * block]``, padded with the number of pairs; ``[blocks]``; ``[1]``, a multiple of `block`.
+    ``[blocks * block]``, padded with the number of pairs; ``[blocks]``; ``[1]``, a multiple of `block`. With `splits`
+    each pair and each expert stand for as many of their own, which follow each other.
     """
-    pairs = experts.numel()
+    pairs, count = experts.numel() * splits, count * splits
     blocks = min(pairs, -(-pairs // block) + count)
     if pairs > MAX_PAIRS:
-        return _sorted(experts.flatten(), count, block, blocks)
-    numbers = torch.full((blocks * block,), pairs, dtype=torch.int32, device=experts.device)
-    owners = torch.zeros(blocks, dtype=torch.int32, device=experts.device)
+        parts = experts.reshape(-1, 1) * splits + torch.arange(splits, device=experts.device)
+        return _sorted(parts.flatten(), count, block, blocks)
+    numbers = torch.empty(blocks * block, dtype=torch.int32, device=experts.device)
+    owners = torch.empty(blocks, dtype=torch.int32, device=experts.device)
     total = torch.empty(1, dtype=torch.int32, device=experts.device)
     width = max(16, triton.next_power_of_2(count))
     step = max(16, min(VALUES // width, triton.next_power_of_2(pairs)))
@@ -36,7 +38,9 @@ def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tens
         owners,
         total,
         pairs,
+        blocks,
         COUNT=count,
+        SPLITS=splits,
         BLOCK=block,
         WIDTH=width,
         STEP=step,
@@ -61,39 +65,49 @@ def _sorted(experts: Tensor, count: int, block: int, blocks: int) -> tuple[Tenso
     return numbers[:-1], owners.to(torch.int32), (ends[-1:] * block).to(torch.int32)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "room"])
 def _align(
     experts,
     numbers,
     owners,
     total,
     pairs,
+    room,
     COUNT: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    """Put pairs in the order of their experts. `room` blocks are written, each place of them once."""
     expert = tl.arange(0, WIDTH)
     pair = tl.arange(0, STEP)
     sizes = tl.zeros([WIDTH], tl.int32)
     for first in range(0, pairs, STEP):
-        sizes += tl.sum(_chosen(experts, first + pair, expert, pairs, COUNT), 0)
+        sizes += tl.sum(_chosen(experts, first + pair, expert, pairs, COUNT, SPLITS), 0)
     blocks = (sizes + BLOCK - 1) // BLOCK
     ends = tl.cumsum(blocks, 0)
     place = (ends - blocks) * BLOCK  # where the next pair of each expert goes
-    tl.store(total, tl.sum(blocks, 0) * BLOCK)
+    last = tl.sum(blocks, 0)
+    tl.store(total, last * BLOCK)
+    for first in range(last, room, STEP):
+        tl.store(owners + first + pair, 0, mask=first + pair < room)
+    for first in range(last * BLOCK, room * BLOCK, STEP):
+        tl.store(numbers + first + pair, pairs, mask=first + pair < room * BLOCK)
     for number in range(0, tl.max(blocks, 0)):
         tl.store(owners + ends - blocks + number, expert, mask=number < blocks)
     for first in range(0, pairs, STEP):
-        chosen = _chosen(experts, first + pair, expert, pairs, COUNT)
+        chosen = _chosen(experts, first + pair, expert, pairs, COUNT, SPLITS)
         before = tl.cumsum(chosen, 0) - chosen
         target = tl.sum(chosen * (before + place[None, :]), 1)
         tl.store(numbers + target, first + pair, mask=tl.sum(chosen, 1) > 0)
         place += tl.sum(chosen, 0)
+    for number in range(BLOCK - 1):
+        tl.store(numbers + place + number, pairs, mask=place + number < ends * BLOCK)
 
 
 @triton.jit
-def _chosen(experts, pair, expert, pairs, COUNT: tl.constexpr):
+def _chosen(experts, pair, expert, pairs, COUNT: tl.constexpr, SPLITS: tl.constexpr):
     """Return 1 where a pair has an expert, int32 ``[pairs, experts]``."""
-    number = tl.load(experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    number = tl.load(experts + pair // SPLITS, mask=pair < pairs, other=-1).to(tl.int32) * SPLITS + pair % SPLITS
     return ((number[:, None] == expert[None, :]) & (expert[None, :] < COUNT)).to(tl.int32)

@@ -268,9 +268,8 @@ class Matrix:
             if block not in aligned:
                 aligned[block] = _align(experts, self.experts, block)
             return self.whole(states, pairs, aligned[block])[:, None]
-        count, part = pairs * self.splits, torch.arange(self.splits, device=states.device)
-        each = experts.reshape(-1, 1) * self.splits + part
-        split = _align(each, self.experts * self.splits, self.parts.tuning(count)[0])
+        count = pairs * self.splits
+        split = _align(experts, self.experts, self.parts.tuning(count)[0], self.splits)
         return self.parts(states.reshape(count, -1), count, split).view(pairs, self.splits, self.rows)
 
     def _few(self, blocks: int) -> bool:
@@ -307,10 +306,10 @@ class Matrix:
                 target[first : first + len(states)] = self.whole(states, len(states), aligned)
 
 
-def _align(experts: Tensor, count: int, block: int) -> Aligned:
+def _align(experts: Tensor, count: int, block: int, splits: int = 1) -> Aligned:
     from zinfer.engine.stream.weights.align_kernel import align  # some machines have no Triton
 
-    return align(experts, count, block)
+    return align(experts, count, block, splits)
 
 
 _compiled = set[str]()  # names of kernels that are compiled

@@ -228,7 +228,7 @@ class Ragged:
     """Attention of `model` by the function of this module.
 
     `by_name` is False for a model that computes attention itself, and `able` if it is known that its rows cannot join
-    those of other micro-batches. `sinks` is True for a model whose heads have sinks, for which it repeats keys.
+    those of other micro-batches. `own` names the model's own attention function; with `sinks` it repeats keys.
     """
 
     def __init__(
@@ -244,9 +244,10 @@ class Ragged:
         slopes = bloom.adapt(layers)
         self.alibi = None if slopes is None else Alibi(slopes, slopes.to(device), model.dtype)
         self.by_name = self.alibi is not None or calls_by_name(layers)
+        self.own = "sdpa" if self.alibi is not None else str(model.config._attn_implementation)
         self.sinks = any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in layers.modules())
-        own = "eager" if self.sinks else "sdpa"  # transformers' functions that compute what `plain_attention` does
-        replaceable = all(name == own for _, name in self._configs) and bool(
+        same = "eager" if self.sinks else "sdpa"  # transformers' function that computes what `plain_attention` does
+        replaceable = all(name == same for _, name in self._configs) and bool(
             getattr(model, "_supports_attention_backend", False)
         )
         self.able = (

@@ -406,7 +406,7 @@ class Stream(SharedPasses):
             "kv_cache_dtype": self.options.kv_cache_dtype,
             **self._kv.settings,
             "kv_bytes_per_step": fetched,
-            "attention": "sdpa" if self._ragged.alibi is not None else str(self.model.config._attn_implementation),
+            "attention": self._ragged.own,
             "cuda_graphs": self._graphs.status,
             "graph_kernels": self._graphs.kernels,
         }

@@ -17,6 +17,7 @@ from tests import test_graphs
 from tests.checkpoints import ARCHITECTURES, save_config
 from tests.interpreter import interpreted
 from tests.running import decode, error, prefill
+from tests.test_codec import compile_for_h100, need_triton
 from tests.test_parity import load
 from zinfer.engine.stream import graphs, split_attention
 from zinfer.engine.stream.attention import bias
@@ -107,11 +108,26 @@ def test_sinks_take_their_part_of_each_softmax(dtype: torch.dtype, by_kernel: di
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_steps_give_the_same_logits(name: str, by_kernel: dict[str, Any]) -> None:
-    ran, recorded, actual, expected = by_kernel[name]
+    ran, recorded, replaced, actual, expected = by_kernel[name]
     assert ran > 0
+    assert replaced == ["Norms", "Rotations", "Routers"][: 3 if name == "gpt_oss" else 2]
     assert recorded > 0
     for ours, other in zip(actual, expected, strict=True):
         assert error(ours, other) < 1e-5
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_kernel_compiles_for_an_h100(alone: bool) -> None:
+    need_triton()
+    from zinfer.engine.stream import attention_kernel as kernel
+
+    constants = {
+        "HEADS": 8, "COUNT": 8, "SIZE": 64, "WIDTH": 64, "BIASED": True, "SUNK": True, "ALONE": alone, "ASKED": 16,
+        "SIZE_BLOCK": 64, "WIDTH_BLOCK": 64, "BLOCK": kernel.BLOCK, "INTERPRETED": False,
+    }  # fmt: skip
+    types = dict.fromkeys(("query", "keys", "values", "bias", "sinks"), "*bf16") | {"scale": "fp32", "sums": "*fp32"}
+    types["partial"] = "*bf16" if alone else "*fp32"
+    compile_for_h100(kernel._attend, constants, types, num_warps=kernel.WARPS)
 
 
 @pytest.mark.gpu
@@ -209,10 +225,12 @@ def main(path: Path) -> None:
         directory = save_config(path.parent / name, name, **settings)
         logits = []
         for way in ("auto", "off"):
-            engine = load("stream", directory, "none", path.parent, cuda_graphs=way)
+            engine: Any = load("stream", directory, "none", path.parent, cuda_graphs=way)
             ids = torch.arange(14).reshape(2, 7) % 11 + 3
             first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
             logits.append([first, *(decode(engine, torch.tensor([3, 4])) for _ in range(5))])
+            if way == "auto":
+                replaced = [type(kernels).__name__ for kernels in engine._graphs._replaced if len(kernels)]
             engine.close()
-        results[name] = ran, recorder.recorded, *logits
+        results[name] = ran, recorder.recorded, replaced, *logits
     torch.save(results, path)

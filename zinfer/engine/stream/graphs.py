@@ -15,8 +15,9 @@ n]`` does not say where on the device a step's tokens are. A graph is believed o
 step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
 to layer, in random weights above all; so where logits differ, the keys and values of the first layers decide.
 
-What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), and of attention
-where few rows have many positions (`split_attention`). If it fails or differs with them, it is recorded without.
+What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), rotary positions
+(`rotations`), routers (`routers`), and attention with sinks, or where few rows have many positions (`split_attention`).
+If it fails or differs with them, it is recorded without.
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
@@ -44,6 +45,7 @@ from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.rotations import Rotations
+from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.split_attention import plain_attention, split_attention
 from zinfer.engine.triton_check import cannot_run
 
@@ -385,8 +387,7 @@ class Graphs:
         self._checks, self._differences = 0, 0
         self._custom = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
         self.kernels = "none"  # what became of them
-        self._norms: Norms | None = None
-        self._rotations: Rotations | None = None
+        self._replaced: list[Norms | Rotations | Routers] = []
         self._attend: Attend = plain_attention
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
@@ -472,7 +473,7 @@ class Graphs:
         """Return a graph, not recorded yet, that sees `ends` positions; make room for it."""
         assert self._recorder is not None
         count, keep = _shape(parts)
-        if self._norms is None:
+        if not self._replaced:
             self._find_kernels(parts[0].token_ids.device)
         while len(graph_set.graphs) >= (TUNED.max_layered if by_layer else TUNED.max_graphs):
             del graph_set.graphs[next(iter(graph_set.graphs))]
@@ -617,21 +618,20 @@ class Graphs:
 
     def _find_kernels(self, device: torch.device) -> None:
         """Choose the kernels that replace the model's own in recorded passes."""
-        self._norms = Norms(self._model, device)
+        self._replaced = [Norms(self._model, device)]
         if cannot_run(device) is None:
-            self._rotations = Rotations(self._model, device)
+            self._replaced += [Rotations(self._model, device), Routers(self._model, device)]
             if self._ragged.able:
                 self._attend = split_attention
-        self._custom = bool(self._norms or self._rotations) or self._attend is split_attention
+        self._custom = any(map(len, self._replaced)) or self._attend is split_attention
         self.kernels = "on" if self._custom else "none"
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
         """Have constants made on the device, and kernels replace the model's own."""
         with ConstantsOnDevice(), ExitStack() as stack:
-            for kernels in (self._norms, self._rotations) if self._custom else ():
-                if kernels is not None:
-                    stack.enter_context(kernels.fused())
+            for kernels in self._replaced if self._custom else ():
+                stack.enter_context(kernels.fused())
             yield
 
     def _static(self, memories: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:

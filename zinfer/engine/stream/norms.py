@@ -5,8 +5,8 @@ Whether a module is an RMS norm is found by what it computes, not by its name: w
 `torch.nn.functional.rms_norm` gives, multiplied by the weight before or after rounding. Others stay as they are.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 import torch
@@ -47,16 +47,21 @@ class Norms:
     def __len__(self) -> int:
         return len(self.modules)
 
-    @contextmanager
-    def fused(self) -> Iterator[None]:
+    def fused(self) -> AbstractContextManager[None]:
         """Compute the norms by fused kernels within the ``with`` block."""
-        for module, norm in self.modules:
-            module.forward = _forward(module, norm)
-        try:
-            yield
-        finally:
-            for module, _ in self.modules:
-                del module.forward
+        return replaced([(module, _forward(module, norm)) for module, norm in self.modules])
+
+
+@contextmanager
+def replaced(modules: Sequence[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
+    """Compute modules by other functions within the ``with`` block."""
+    for module, forward in modules:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, _ in modules:
+            del module.forward
 
 
 def _forward(module: nn.Module, norm: Norm) -> Callable[[Tensor], Tensor]:

@@ -225,7 +225,7 @@ def test_rows_of_several_micro_batches_share_a_pass(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
     engine = load("stream", kind(name), "cpu", tmp_path)
     test_ragged.check(engine, None)
@@ -318,6 +318,17 @@ def always(monkeypatch: Patch) -> None:
     timed = graphs.CudaRecorder.timed
     monkeypatch.setattr(graphs.CudaRecorder, "timed", lambda *args: (timed(*args)[0], 0.0))
     monkeypatch.setattr(graphs, "TUNED", replace(graphs.TUNED, bucket=8))
+
+
+@pytest.mark.usefixtures("always")
+def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds, tmp_path: Path) -> None:
+    """Norms, rotary positions, routers, and attention with sinks."""
+    engine: Any = load("stream", kind("gpt_oss"), "none", tmp_path, dtype="float32", cuda_graphs="auto")
+    assert torch.equal(tokens(engine, kinds.LENGTHS), kinds.expected(kind("gpt_oss")))
+    settings = engine.effective().settings
+    assert (settings["cuda_graphs"], settings["graph_kernels"]) == ("on", "on")
+    assert all(map(len, engine._graphs._replaced))
+    engine.close()
 
 
 @pytest.mark.usefixtures("always")

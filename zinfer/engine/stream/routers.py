@@ -2,8 +2,8 @@
 
 A router scores experts, chooses those with the largest scores, and weighs them by a softmax over all scores or over
 theirs. Whether a module does is found by what it computes with random weights, as for `norms`. Others, with sigmoids or
-groups of experts, stay as they are. Of equal scores the kernel takes the first expert's, as torch.topk does on a GPU;
-torch promises no order. Of scores so close that a softmax over all rounds them to one share, it takes the larger.
+groups of experts, stay as they are. Of equal scores the kernel takes the first expert's; torch.topk promises no order.
+Of scores so close that a softmax over all rounds them to one share, it takes the larger.
 """
 
 from contextlib import AbstractContextManager

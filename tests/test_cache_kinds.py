@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 6, "layer_types": _ALTERNATE, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 6, "layer_types": _ALTERNATE, "query_pre_attn_scalar": 16},
     "gpt_oss": {  # sinks
-        "sliding_window": 6, "layer_types": _ALTERNATE, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 6, "layer_types": _ALTERNATE, "num_local_experts": 2, "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},  # chunks

@@ -30,7 +30,7 @@ BIASES = {torch.float32: ("none", "one", "each"), torch.bfloat16: ("each",), tor
 SUNK = ((3, 2, 8, 60, 64, 64), (1, 2, 4, 200, 64, 64), (1, 2, 16, 129, 24, 40))
 MODELS = {
     "llama": ARCHITECTURES["llama"],
-    "gpt_oss": kinds.KINDS["gpt_oss"] | {"num_key_value_heads": 2, "head_dim": 16},
+    "gpt_oss": kinds.KINDS["gpt_oss"] | {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
 }
 OTHERS = {
     "few positions": (1, 2, 4, 100, 64, 64),
@@ -221,7 +221,7 @@ def main(path: Path) -> None:
     kernel.attend = counted  # type: ignore[assignment]
     for name, settings in MODELS.items():
         ran, recorder = 0, test_graphs.Rerun()
-        graphs.recorder_of = lambda _device, recorder=recorder: recorder  # type: ignore[assignment,misc]
+        graphs.recorder_of = lambda _device, recorder=recorder: recorder  # type: ignore[misc]
         directory = save_config(path.parent / name, name, **settings)
         logits = []
         for way in ("auto", "off"):

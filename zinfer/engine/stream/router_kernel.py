@@ -16,7 +16,7 @@ LOWEST = tl.constexpr(-(1 << 63))  # key of an expert that is not there, or chos
 
 
 def route(scores: Tensor, count: int, of_all: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the weights of the `count` experts with the largest `scores`, and their numbers.
+    """Return the weights and numbers of the `count` best experts.
 
     `scores` are contiguous ``[tokens, E]``. The weights are shares of a softmax over the chosen experts, or `of_all`,
     in `dtype`, the numbers int64, both ``[tokens, count]``, the largest first.
@@ -49,8 +49,8 @@ def _route(
     BLOCK: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Choose and weigh the experts of a token. A key has a score's bits, so that integers are in its order and NaN is
-    the largest, as in torch, then the number of the expert from the end."""
+    """Choose and weigh the experts of a token. The upper half of a key has a score's bits, in the order of integers,
+    with NaN as the largest one, as in torch; the lower half counts experts from the end."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     place = tl.arange(0, CHOSEN)

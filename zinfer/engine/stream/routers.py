@@ -1,4 +1,4 @@
-"""Routers of recorded passes, by one kernel behind their matrix instead of models' three to six.
+"""Routers of recorded passes, by one kernel behind their matrix.
 
 A router scores experts, chooses those with the largest scores, and weighs them by a softmax over all scores or over
 theirs. Whether a module does is found by what it computes with random weights, as for `norms`. Others, with sigmoids or

@@ -1,7 +1,8 @@
-"""Attention of a recorded pass: by zinfer's kernel where a row or two would leave most of the GPU idle, or with sinks.
+"""Attention of recorded passes by zinfer's kernel: few rows, or sinks.
 
-Sinks are scores that a model has learned, one a head. They take their part of each softmax and have no value, so that a
-head may attend to nothing (gpt-oss). PyTorch's fused attention has no place for them.
+PyTorch's kernels leave most of the GPU idle where a row or two have many positions. Sinks are scores that a model has
+learned, one a head (gpt-oss). They take their part of each softmax and have no value, so that a head may attend to
+nothing. PyTorch's fused attention has no place for them.
 """
 
 import torch

@@ -94,7 +94,7 @@ def test_the_architecture_describes_every_room_in_its_order() -> None:
 
 
 def test_engines_do_not_know_each_other() -> None:
-    kinds = {"accelerate", "deepspeed", "stream", "tensorrt"}
+    kinds = {"accelerate", "deepspeed", "server", "stream", "tensorrt"}
     for module, path in MODULES.items():
         parts = module.split(".")
         if len(parts) > 2 and parts[1] == "engine" and parts[2] in kinds:

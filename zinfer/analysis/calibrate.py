@@ -27,6 +27,7 @@ from pydantic import Field
 from zinfer.analysis.group import Points
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case
+from zinfer.core.engine import is_server
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen
@@ -304,7 +305,7 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
     for point in points:
         case, machine = point.case, machines.get(point.machine)
         settings = {} if point.effective is None else point.effective.settings
-        if point.status != "ok" or machine is None or not machine.gpu_count:
+        if point.status != "ok" or machine is None or not machine.gpu_count or is_server(case.engine):
             continue
         # Before `stream` had CUDA graphs, which records name since, attention took longer to launch than the rest.
         resident = case.engine == "stream" and case.offload == "none" and point.effective is not None

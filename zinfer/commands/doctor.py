@@ -15,6 +15,7 @@ from zinfer.commands.out import console, table
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, error_line
 from zinfer.core.units import gib
+from zinfer.engine.server import preset
 from zinfer.system import host
 
 # distributions by the pip extra that installs them; empty: zinfer itself does
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
 def command() -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     engines = engine_rows()
-    rows = [*package_rows(), *machine_rows(), *engines]
+    rows = [*package_rows(), *machine_rows(), *engines, *server_rows()]
     console().print(table("", ("", "found", "what to do"), rows))
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
@@ -119,3 +120,11 @@ def engine_rows() -> list[Finding]:
         except (engine.EngineError, ImportError) as error:
             rows.append(Finding(name, "cannot run", error_line(error)))
     return rows
+
+
+def server_rows() -> list[Finding]:
+    """Return a row on each server that a preset describes."""
+    servers = {name: preset.read(name) for name in preset.presets()}
+    return [
+        Finding(name, server.ask_version() or "not installed") for name, server in servers.items() if server is not None
+    ]

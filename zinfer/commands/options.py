@@ -13,7 +13,16 @@ from zinfer.checkpoint.source import Source, find
 from zinfer.checkpoint.tokenizer_files import chat_template as template_of
 from zinfer.checkpoint.tokenizer_files import require
 from zinfer.core.case import Case
-from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
+from zinfer.core.engine import (
+    ENGINES,
+    EngineOptions,
+    OptionError,
+    ServerOptions,
+    StreamOptions,
+    is_server,
+    option_text,
+    values,
+)
 from zinfer.core.errors import ZinferError
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError
@@ -34,7 +43,10 @@ DTYPE = "|".join(SHORT_DTYPES)  # as help texts show it; the long names are take
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
-ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
+ENGINES_HELP = (
+    "Engines (accelerate, deepspeed, stream, tensorrt), servers (vllm, llama-server, ..), or recipes in engines/.  "
+    "[default: stream]"
+)
 
 COUNT, AMOUNT = click.IntRange(min=1), click.FloatRange(min=0)
 SECONDS, ONE_OFFLOAD = click.FloatRange(min=0, min_open=True), click.Choice(OFFLOADS)
@@ -284,9 +296,12 @@ class LoadCommand(click.Command):
     """A verb with `load_options`: its help ends with the options of each engine."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for name, kind in ENGINES.items():
-            with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
-                fields = kind.options.model_fields.items()
+        kinds: dict[str, type[EngineOptions]] = {f"engine {name}": kind.options for name, kind in ENGINES.items()}
+        if ctx.info_name == "sweep":  # which alone takes servers
+            kinds["a server (vllm, llama-server, ..)"] = ServerOptions
+        for name, kind in kinds.items():
+            with formatter.section(f"Options of {name}, as -O KEY=VALUE"):
+                fields = kind.model_fields.items()
                 names = [f"{key}={'|'.join(values(field))}" for key, field in fields]
                 texts = [f"{field.description}  [default: {option_text(field.default)}]" for _, field in fields]
                 formatter.write_dl(list(zip(names, texts, strict=True)))
@@ -342,6 +357,8 @@ def one_load(verb: str, how: dict[str, Any]) -> dict[SweepLoad, str]:
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
     choices = offload_choices(how["offload"], how["gpu_weights"])
     wanted = sweep_of(how, offload=choices)
+    if is_server(engine := next(wanted.loads()).engine):
+        raise click.UsageError(f"{engine} is a server: `zinfer sweep` measures it, `zinfer {verb}` runs other engines")
     loads = {load: target for load in wanted.loads() if (target := locate(load)) is not None}
     able = {load: target for load, target in loads.items() if load.conflict is None}
     if not loads:

@@ -22,7 +22,7 @@ from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
 from zinfer.commands.ranking import Group
 from zinfer.core.case import Case
-from zinfer.core.engine import ENGINES, OptionError, Options, conflict
+from zinfer.core.engine import ENGINES, OptionError, Options, conflict, is_server
 from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, catalogue_names, override
 from zinfer.core.model import ModelError, ModelSpec, check_positions
@@ -325,6 +325,10 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
 
 def _runnable(sweep: Sweep) -> list[SweepLoad]:
     """Return the loads that an engine can run; name the others."""
+    servers = {load.engine for load in sweep.loads(planning=True) if is_server(load.engine)}
+    if servers:
+        names = ", ".join(sorted(servers))
+        raise click.UsageError(f"{names}: a server cannot be planned, measure it with `zinfer sweep`")
     loads = [load for load in sweep.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
     reasons = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in loads}
     refusals = [reason for reason in dict.fromkeys(reasons.values()) if reason is not None]

@@ -77,7 +77,7 @@ class Case(Frozen):
     def label(self) -> str:
         """Return engine and offload in short, for legends and progress lines."""
         resident = "" if self.gpu_weights in (None, "auto") else f" gpu-weights={self.gpu_weights}"
-        options = "".join(f" {key}={value}" for key, value in self.options)
+        options = "".join(f" {key}={str(value).rpartition('/')[2]}" for key, value in self.options)  # its name
         weights = "" if self.weights == "as-released" else f" weights={self.weights}"
         return f"{self.engine} {self.offload}{resident}{weights}{options}{' allow-nan' if self.allow_nan else ''}"
 

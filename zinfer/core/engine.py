@@ -211,6 +211,15 @@ class TensorRTOptions(EngineOptions):
     )
 
 
+class ServerOptions(EngineOptions):
+    """Options of a server, which a preset (``engines/<name>.toml``) describes."""
+
+    args: str = _described("", "More arguments of the server's command.", title="TEXT", coerce_numbers_to_str=True)
+    file: str = _described("", "What the server loads instead of the folder, such as a GGUF.", title="FILE")
+    url: str = _described("", "Address of a server that runs already: http://HOST:PORT.", title="URL")
+    ready_s: Count = _described(900, "Seconds until it must be ready.")
+
+
 class PlanOptions(Frozen):
     """All options that change a plan. Any engine may be planned with them, even if it cannot run so."""
 
@@ -345,8 +354,8 @@ def without_defaults(engine: str, options: Options) -> Options:
 
 def parse_options(engine: str, options: Options, offload: Offload) -> Any:
     """Return the typed options of an engine that is about to run. Raises OptionError, also for a conflict."""
-    if engine not in ENGINES:
-        return EngineOptions()
+    if is_server(engine):
+        return read_options(engine, options)
     settings = _options(engine).model_validate(dict(resolve_options(engine, dict(options))))
     if (why_not := settings.conflict(offload)) is not None:
         raise OptionError(why_not)
@@ -377,6 +386,8 @@ def conflict(
 ) -> str | None:
     """Return why options, offload, format and part of the weights contradict."""
     kind = ENGINES.get(engine)
+    if weights != "as-released" and kind is None:
+        return f"--weights {weights} is for zinfer's engines: {engine} reads checkpoints as they are"
     if weights != "as-released" and kind is not None and weights not in kind.native_formats:
         takes = {
             name: other.native_formats or [weights] for name, other in ENGINES.items() if not other.only_as_released
@@ -393,8 +404,13 @@ def conflict(
     return settings.conflict(offload)
 
 
+def is_server(engine: str) -> bool:
+    """Tell whether an engine is a server, which a preset describes."""
+    return engine not in ENGINES
+
+
 def _options(engine: str) -> type[EngineOptions]:
-    return ENGINES[engine].options if engine in ENGINES else EngineOptions
+    return ServerOptions if is_server(engine) else ENGINES[engine].options
 
 
 def _lenient(model: type[Model], given: dict[str, Any]) -> Model:

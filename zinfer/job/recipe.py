@@ -7,7 +7,6 @@ keys are errors that list the known ones; every list is an axis.
 import math
 import re
 from collections.abc import Collection, Iterator
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -30,11 +29,11 @@ from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
 from zinfer.core.requests import ONLY_NUMBERS, InFlight, LengthDistribution, Order, RequestCount, RequestRate
 from zinfer.core.value import Frozen, first_fault
+from zinfer.engine.server import preset
 from zinfer.system import documents
 from zinfer.system.printable import printable
 
-ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
-RECIPE_BYTES = 64 << 10  # largest recipe file
+SWEEP_RECIPES = Path("sweeps")
 LOADS, POINTS = 1000, 10_000  # maximum of processes, and of points
 AXIS = 1000  # maximum of values of an axis
 PEER = "peer"  # engine that a user would pick instead of `stream`
@@ -300,7 +299,7 @@ def parse_option(text: str) -> Option:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the contents of a recipe file. Raises RecipeError that names the file and the line."""
     try:
-        return documents.parse_toml(documents.read_bytes(path, RECIPE_BYTES), path)
+        return documents.read_toml(path)
     except FileNotFoundError:
         raise RecipeError(f"no recipe {path}") from None
     except documents.DocumentError as error:
@@ -323,12 +322,6 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
         raise RecipeError(f"{origin}: {_first_problem(error, Sweep)}") from None
 
 
-def _recipes(folder: Path) -> dict[str, Path]:
-    """Return the recipes of a folder by name: of the current directory, then of the package."""
-    shipped = Path(str(files("zinfer") / "catalog")) / folder.name
-    return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
-
-
 def sweep_recipe(name: str) -> Path:
     """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else the recipe of that name.
 
@@ -336,7 +329,7 @@ def sweep_recipe(name: str) -> Path:
     """
     if name.endswith(".toml"):
         return Path(name)
-    recipes = _recipes(SWEEP_RECIPES)
+    recipes = documents.catalogue(SWEEP_RECIPES)
     if name not in recipes:
         raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(recipes))}, or name a .toml file")
     return recipes[name]
@@ -350,7 +343,9 @@ def engine_recipe(name: str, offload: Offload = "cpu") -> EngineRecipe:
     if name == PEER:
         able = offload != "none" and find_spec("deepspeed") is not None
         return EngineRecipe(engine="deepspeed" if able else "accelerate")
-    recipes = _recipes(ENGINE_RECIPES)
+    recipes = documents.catalogue(preset.FOLDER)
+    if name in preset.presets():
+        return EngineRecipe(engine=name)
     if (path := recipes.get(name)) is not None:
         try:
             return EngineRecipe.model_validate(read_toml(path))

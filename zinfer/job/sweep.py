@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zinfer.checkpoint.source import Source, find
 from zinfer.core.case import Case
+from zinfer.core.engine import is_server
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.core.request import Request
@@ -303,7 +304,7 @@ class _Runner:
     def _store(self, key: Key, point: Any) -> Any:
         """Append a point to the store, and return it as stored."""
         fields: dict[str, Any] = {"model_revision": self.job.revision}
-        if isinstance(key, Case):
+        if isinstance(key, Case) and not is_server(key.engine):
             plan = self.job.planner.at(key.workload)
             fields["predicted"] = {"gpu_bytes": plan.gpu.total, "host_bytes": plan.host.total}
             prefill_s, step_s = plan.expected()

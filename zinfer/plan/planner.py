@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import ENGINES, MAX_DRAFTS, Offload, Option, conflict
+from zinfer.core.engine import ENGINES, MAX_DRAFTS, Offload, Option, conflict, is_server
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
@@ -344,6 +344,8 @@ class Planner:
         contradiction = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
         if contradiction is not None:
             return contradiction
+        if is_server(case.engine):  # it decides by itself
+            return None
         if self.placer.options.kv_offload == "cpu" and not self.model.attends_by_name:
             return f"{case.model} computes attention itself: its KV cache stays on the GPU, take --kv-offload none"
         if not (shortages := self.shortages(workload)):

@@ -135,6 +135,7 @@ class Recorded(Frozen):
     gpu: Readings = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
     versions: Versions = Field(default_factory=dict)
     started_at: Name = ""  # ISO 8601, UTC
+    command: Text | None = None  # of a server: the command line that started it, and its version
     predicted: dict[Name, NotNegative | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
 
     @model_validator(mode="after")

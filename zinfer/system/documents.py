@@ -10,6 +10,7 @@ import os
 import stat
 import tomllib
 from collections import Counter
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 from zinfer.core.errors import ZinferError, environment_error
 from zinfer.core.value import first_fault
 
-MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
+MAX_BYTES = 64 << 20  # larger than any configuration or index in use
+RECIPE_BYTES = 64 << 10  # largest recipe
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that Git has in place of a large one
 MAX_DEPTH = 64  # levels of nesting
 MAX_DIGITS = 19  # of an integer: 64 bits
@@ -147,6 +149,17 @@ def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise DocumentError(f"{name} is damaged: {why}") from None
+
+
+def read_toml(path: Path, limit: int = RECIPE_BYTES) -> dict[str, Any]:
+    """Return the tables of the TOML file `path`. Raises DocumentError; FileNotFoundError if it is missing."""
+    return parse_toml(read_bytes(path, limit), path)
+
+
+def catalogue(folder: Path) -> dict[str, Path]:
+    """Return the TOML files of a folder by name, of the current directory before the package's catalogue."""
+    shipped = Path(str(files("zinfer") / "catalog")) / folder.name
+    return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
 
 
 def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False, digits: int = MAX_DIGITS) -> dict[str, Any]:

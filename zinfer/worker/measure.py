@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +19,19 @@ from torch import Tensor
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Engine, Work
+from zinfer.engine.server.engine import Server
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
+from zinfer.record.bounds import SHORTEST_MS
 from zinfer.record.measurement import Span, Status, spans
+from zinfer.worker.client import ask_at_once, draw
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import RowsPast
 
 WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
+MAX_SEED = 1_000_003  # more than any batch: seeds of two runs never meet
 THROTTLING = {  # reasons of NVML, by name
     "SwPowerCap": 4,
     "HwSlowdown": 8,
@@ -133,6 +138,45 @@ def measure(
             samples.gpu = samples.gpu or telemetry.summary()
             with suppress(Exception):
                 loop.end()
+
+
+def measure_server(
+    server: Server,
+    workload: Workload,
+    vocab_size: int,
+    samples: Samples,
+    *,
+    repeats: int = 3,
+    enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
+    on_progress: Progress = silent,
+) -> None:
+    """Fill `samples` with up to `repeats` runs of `workload` on a server.
+
+    A batch is as many requests at once; a step ends when each of them has one more token. Prompts differ in each run,
+    so that no cache of prefixes helps. Raises EngineError for answers of other lengths.
+    """
+    server.prepare(workload)
+    lengths = [workload.input_len] * workload.batch_size
+    with Telemetry(server.device, server.plan.placement.gpus) as telemetry:
+        for repeat in range(repeats + 1):
+            warm_up = repeat == 0
+            samples.stage = "warm-up" if warm_up else "decode"
+            on_progress(samples.stage, repeat / (repeats + 1))
+            prompts = draw(lengths, vocab_size, seed=repeat * MAX_SEED + workload.batch_size)
+            tokens = min(1 + WARM_UP_STEPS, workload.output_len) if warm_up else workload.output_len
+            completions = ask_at_once(server, prompts, tokens)
+            if warm_up:
+                telemetry.start()
+                continue
+            began = min(completion.asked for completion in completions)
+            ends = [max(moments) for moments in zip(*(completion.tokens for completion in completions), strict=True)]
+            first, *steps = [max(SHORTEST_MS, (end - last) * 1e3) for last, end in pairwise([began, *ends])]
+            samples.ttft_ms.append(first)
+            samples.step_ms.append(tuple(steps))
+            e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
+            if enough(e2e):
+                break
+        samples.gpu = telemetry.summary()
 
 
 def _run_once(

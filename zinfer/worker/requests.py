@@ -5,22 +5,26 @@ lengths are exact.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
+from zinfer.core.case import Workload
 from zinfer.core.errors import NotFiniteError
 from zinfer.core.model import check_positions
 from zinfer.core.progress import Progress, silent
 from zinfer.core.request import Request
 from zinfer.core.requests import RequestLoad
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
+from zinfer.engine.server.completions import Completion
+from zinfer.engine.server.engine import Server
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
+from zinfer.worker.client import ask, draw
 from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Clock, Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 WARM_UP_ROWS, WARM_UP_TOKENS = 8, 3
 NAP_S = 0.5  # longest sleep between two messages of progress
+SERVER_ROWS = 256  # requests at a time that a server is started for, where the load does not bound them
 
 
 class _NoText:
@@ -69,6 +74,18 @@ class LoadSamples:
         else:
             runs.append((number, 1))
 
+    def received(self, times: Mapping[int, Sequence[float]], began: float) -> None:
+        """Note when requests got their tokens from a server. Moments take the place of passes."""
+        moments: dict[float, Counter[int]] = {}
+        for key, arrivals in times.items():
+            for moment in arrivals:
+                moments.setdefault(round(moment - began, 4), Counter())[key] += 1
+        for moment in sorted(moments):
+            self.pass_s.append(moment)
+            for key, count in moments[moment].items():
+                self.tokens(key, count)
+        self.busy_s = self.pass_s[-1] if self.pass_s else 0.0
+
     def fields(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the fields of a `RequestPoint`. Requests that did not arrive are left out."""
         arrived = [(key, *pair) for key, pair in enumerate(lengths) if key in self.arrived]
@@ -100,7 +117,8 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
         input_len, output_len = max(lengths, key=sum)
         check_positions(session.plan.model, input_len, output_len, f"a request of {input_len} tokens")
         draw_prompts(requests, command.input_lens, session.plan.model.vocab_size, command.load.seed)
-        run_load(session.engine, requests, command.load, samples, on_progress=session.on_progress)
+        run: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
+        run(session.engine, requests, command.load, samples, on_progress=session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
@@ -110,11 +128,9 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
 
 def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:
     """Give requests without a prompt random tokens, the same for every engine; not the lowest, often special."""
-    generator = torch.Generator().manual_seed(seed)
-    low = min(8, vocab_size - 1)
-    for request, length in zip(requests, input_lens, strict=True):
-        if not request.prompt_ids:
-            request.prompt_ids = torch.randint(low, vocab_size, (length,), generator=generator).tolist()
+    empty = [(request, length) for request, length in zip(requests, input_lens, strict=True) if not request.prompt_ids]
+    for (request, _), prompt in zip(empty, draw([length for _, length in empty], vocab_size, seed), strict=True):
+        request.prompt_ids = prompt
 
 
 def run_load(
@@ -150,6 +166,52 @@ def run_load(
             _Load(scheduler(), load, samples, coming, tokens, on_progress, clock, sleep).run()
         finally:
             samples.gpu = telemetry.summary()
+
+
+def run_server_load(
+    server: Server,
+    requests: Sequence[Request],
+    load: RequestLoad,
+    samples: LoadSamples,
+    *,
+    on_progress: Progress = silent,
+) -> None:
+    """Run requests on a server to their ends, and fill `samples`, as `run_load` does.
+
+    A pass is a moment at which some request got a token. Raises EngineError for a number in flight that is ``auto``.
+    """
+    if load.in_flight == "auto":
+        raise EngineError("in_flight auto is for zinfer's engines: a server decides by itself, so give a number")
+    rows = load.in_flight if load.in_flight is not None else min(SERVER_ROWS, len(requests))
+    longest = max(requests, key=lambda request: request.length + request.left)
+    server.prepare(Workload(batch_size=rows, input_len=longest.length, output_len=longest.left))
+    if load.order == "longest-first":
+        requests = sorted(requests, key=lambda request: -request.left)
+    arrivals = load.arrivals()
+    with Telemetry(server.device, server.plan.placement.gpus) as telemetry:
+        on_progress("warm-up", 0.0)
+        ask(server, requests[0].prompt_ids, min(WARM_UP_TOKENS, requests[0].left))
+        samples.stage = "requests"
+        telemetry.start()
+        began = time.monotonic()
+
+        def run(moment: float, request: Request) -> Completion:
+            if load.in_flight is None:
+                time.sleep(max(0.0, began + moment - time.monotonic()))
+            return ask(server, request.prompt_ids, request.left)
+
+        # With a rate each request has a thread, which waits for its time.
+        pool = ThreadPoolExecutor(rows if load.in_flight is not None else len(requests))
+        try:
+            jobs = [pool.submit(run, *pair) for pair in zip(arrivals, requests, strict=True)]
+            for done, (job, moment, request) in enumerate(zip(jobs, arrivals, requests, strict=True)):
+                on_progress("requests", done / len(jobs))
+                answer = job.result()
+                samples.arrived[request.key] = moment if load.in_flight is None else answer.asked - began
+        finally:
+            pool.shutdown(cancel_futures=True)
+        samples.gpu = telemetry.summary()
+    samples.received({request.key: job.result().tokens for job, request in zip(jobs, requests, strict=True)}, began)
 
 
 def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:

@@ -177,10 +177,12 @@ def add_requests(session: Session, command: AddRequests) -> Added:
 
 def measure(session: Session, command: Measure) -> Measurement:
     """Measure one case of the loaded engine. An exception becomes the point's status."""
-    from zinfer.worker.measure import Samples
-    from zinfer.worker.measure import measure as run
+    from zinfer.engine.server.engine import Server
+    from zinfer.worker.measure import Samples, measure_server
+    from zinfer.worker.measure import measure as measure_passes
 
     engine, case, samples = session.engine, command.case, Samples()
+    run: Callable[..., None] = measure_server if isinstance(engine, Server) else measure_passes
     begin_point(session)
 
     def enough(e2e_ms: Any) -> bool:
@@ -216,8 +218,10 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
     fields: dict[str, Any] = {"effective": effective, "host_peak_bytes": engine.host_memory(), "status": status}
     if (memory := engine.device_memory()) is not None:
         fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))
-    if status == "ok" and (shortfall := not_as_asked(case, effective, engine.plan.model.streamed_bytes)) is not None:
-        fields |= {"status": "offload_not_effective", "error": shortfall}
+    fields |= engine.described()
+    if status == "ok" and effective is not None:
+        shortfall = not_as_asked(case, effective, engine.plan.model.streamed_bytes)
+        fields |= {} if shortfall is None else {"status": "offload_not_effective", "error": shortfall}
     return fields
 
 

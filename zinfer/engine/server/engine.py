@@ -1,0 +1,119 @@
+"""Engine `server`: another program serves the model, and zinfer measures it from outside."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from zinfer.core.case import Workload
+from zinfer.core.engine import ServerOptions
+from zinfer.core.progress import Progress, silent
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine, MicroBatch, Work
+from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.server.preset import Preset, read
+from zinfer.engine.server.process import Address, MemoryWatch, Port, ServerDied, ServerProcess, wait_ready
+from zinfer.plan.planner import Plan
+from zinfer.record.measurement import Effective
+
+_NO_PASSES = "a server runs its own passes: `zinfer sweep` measures it, run, batch and serve are for other engines"
+
+
+class Server(Engine[MicroBatch]):
+    """Server of a preset, restarted where a workload needs other arguments."""
+
+    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        super().__init__(plan, progress)
+        case, server = plan.case, read(plan.case.engine)
+        if server is None:
+            raise EngineError(f"no preset of {case.engine}")
+        if (why_not := server.why_not(case)) is not None:
+            raise EngineError(why_not)
+        assert isinstance(self.options, ServerOptions)
+        self.preset: Preset = server
+        self.settings: ServerOptions = self.options
+        self.command: tuple[str, ...] = ()
+        self.version = server.ask_version()
+        self._server: ServerProcess | None = None
+        self._port: Port | None = None
+        self._memory = MemoryWatch(None)
+        self.address = Address("127.0.0.1", 0)
+        self.model = ""
+        try:
+            self.prepare(case.workload)
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self, workload: Workload) -> None:
+        """Have a ready server for `workload`. Raises EngineError, ServerDied."""
+        if self.settings.url:
+            self.address = Address.of(self.settings.url)
+        else:
+            if self._port is None:
+                self._port = Port()
+            words = self.preset.command_line(self.plan.case, self.plan.model, workload, self._port.number)
+            if self._server is not None and self._server.alive and tuple(words) == self.command:
+                return
+            self._end()
+            self.command, self.address = tuple(words), Address("127.0.0.1", self._port.number)
+            if not self.preset.installed:
+                raise EngineError(f"{self.preset.program} is not installed: {self.plan.case.engine} needs it")
+            self._server = ServerProcess(words, self.preset.env)
+            self._memory.watch(self._server.pid)
+        wait_ready(self.address, self.preset.ready, self.settings.ready_s, self._server, self.progress)
+        self.model = self._ask_model()
+
+    def _ask_model(self) -> str:
+        """Return the name by which requests call the model."""
+        status, body = self.address.get("/v1/models")
+        with suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(body)["data"][0]["id"])
+        raise EngineError(f"{self.plan.case.engine} names no model: /v1/models has status {status}")
+
+    def broken(self, error: Exception) -> Exception:
+        """Return the error of a broken connection: the server's death, if it died."""
+        if self._server is None:
+            return ServerDied(f"{self.address.host}:{self.address.port} does not answer: {error}")
+        return self._server.died("closed a connection" if self._server.alive else "ended")
+
+    def described(self) -> dict[str, Any]:
+        """Return the command line or the address, and the version."""
+        command = shlex.join(self.command) if self.command else self.settings.url
+        return {"command": f"{command} # {self.version}" if self.version else command}
+
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
+        raise EngineError(_NO_PASSES)
+
+    def forward(self, works: Sequence[Work[MicroBatch]]) -> list[Tensor]:
+        raise EngineError(_NO_PASSES)
+
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        raise EngineError(_NO_PASSES)
+
+    def effective(self) -> Effective | None:
+        """Return None: a server's weights cannot be counted from outside."""
+        return None
+
+    def reset_peak(self) -> None:
+        self._memory.reset()
+
+    def device_memory(self) -> tuple[int, int] | None:
+        return self._memory.gpu
+
+    def host_memory(self) -> int:
+        return self._memory.host_peak
+
+    def close(self) -> None:
+        self._end()
+        self._memory.close()
+        if self._port is not None:
+            self._port.close()
+
+    def _end(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

@@ -1,4 +1,6 @@
-"""A server of completions without a model, a command for presets of tests: ``small_server.py PORT [FAULT] [STYLE]``.
+"""Server of completions without a model, for presets of tests.
+
+    small_server.py PORT [FAULT] [STYLE]
 
 Faults: ``never`` is not ready, ``dies`` ends while it answers, ``short`` ends an answer early, ``refuses`` has status
 429, ``slow`` takes half a second a token. Styles say how tokens are counted: ``usage``, ``ids``, ``timings``,

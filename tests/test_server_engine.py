@@ -242,7 +242,7 @@ def test_a_failure_is_that_point_alone(
 
 
 def left_behind(folder: Path) -> list[psutil.Process]:
-    """Return what stays of small servers in `folder`, and of what they started."""
+    """Return what stays of small servers in `folder`."""
     end = time.monotonic() + PATIENCE_S
     while (left := small_processes(folder)) and time.monotonic() < end:
         time.sleep(0.05)

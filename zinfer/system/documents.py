@@ -157,7 +157,7 @@ def read_toml(path: Path, limit: int = RECIPE_BYTES) -> dict[str, Any]:
 
 
 def catalogue(folder: Path) -> dict[str, Path]:
-    """Return the TOML files of a folder by name, of the current directory before the package's catalogue."""
+    """Return a folder's TOML files by name: the current directory's, else the catalogue's."""
     shipped = Path(str(files("zinfer") / "catalog")) / folder.name
     return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
 

@@ -176,7 +176,7 @@ def run_server_load(
     *,
     on_progress: Progress = silent,
 ) -> None:
-    """Run requests on a server to their ends, and fill `samples`, as `run_load` does.
+    """Run requests on a server to their ends, and fill `samples`.
 
     A pass is a moment at which some request got a token. Raises EngineError for a number in flight that is ``auto``.
     """

@@ -21,7 +21,7 @@ PATIENCE_S = 5.0  # for the command to end in order
 
 
 def end_all(server: "subprocess.Popen[bytes]") -> None:
-    """End the command in order, then kill whatever is left below this process."""
+    """End the command, then kill whatever is left below this process."""
     with suppress(OSError):
         server.terminate()
     with suppress(subprocess.TimeoutExpired):
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _before_the_command() -> None:
-    """Handle signals as usual in the command, and end it with this process."""
+    """Handle signals as usual, and end with this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

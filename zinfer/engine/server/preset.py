@@ -136,7 +136,7 @@ class Preset(Frozen):
 
 
 def presets() -> dict[str, Path]:
-    """Return the files of presets by name, of the current directory before the package."""
+    """Return the files of presets by name: the current directory's, else ours."""
     files = documents.catalogue(FOLDER)
     return {name: path for name, path in files.items() if _is_preset(_read(path))}
 

@@ -108,7 +108,7 @@ class ServerProcess:
         return self._keeper.poll() is None
 
     def died(self, what: str = "ended") -> ServerDied:
-        """Return the error of a server that is gone, with the last lines of its log."""
+        """Return the error of a server that is gone. It has the end of its log."""
         with suppress(subprocess.TimeoutExpired):  # the log is whole once it has ended
             self._keeper.wait(1.0)
         code = self._keeper.poll()

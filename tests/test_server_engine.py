@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ SHIPPED = ("llama-server", "sglang", "trtllm-serve", "vllm", "zinfer-serve")
 
 def case(engine: str = "vllm", **fields: Any) -> Case:
     workload = Workload(batch_size=8, input_len=24, output_len=8)
-    return Case(**({"model": "m", "engine": engine, "offload": "none", "workload": workload} | fields))
+    asked: dict[str, Any] = {"model": "m", "engine": engine, "offload": "none", "workload": workload}
+    return Case(**(asked | fields))
 
 
 # Presets
@@ -302,3 +304,24 @@ def test_other_verbs_say_that_a_server_is_measured(verb: str, folder: Path, chec
     assert ended.returncode == 2
     assert "`zinfer sweep`" in ended.stderr
     assert os.environ.get("ZINFER_SERVER_KEY") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "type_"), [("gpt_oss", "MXFP4"), ("mixtral", "Q4_0"), ("qwen3_moe", "Q8_0")])
+def test_llama_server_runs_random_files_of_exact_shapes(model_type: str, type_: str, folder: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install gguf")
+    if shutil.which("llama-server") is None:
+        pytest.skip("no llama-server: engines/README.md says how it is built")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 2048}
+    sizes |= {"sliding_window": 128} if model_type == "gpt_oss" else {}
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": model_type, **heads, **experts, **sizes}))
+    line = [sys.executable, "-m", "tools.random_gguf", "model", "model.gguf", "--type", type_]
+    subprocess.run(line, cwd=folder, env=environment(), check=True)
+    words = "--engine llama-server --load-format dummy --batch-size 1,3 --input-len 20 --output-len 8 --repeats 1"
+    records, ended = sweep(folder, Path("model"), f"{words} -O file=model.gguf")
+    assert ended.returncode == 0, ended.stderr
+    assert [point.status for point in records.points] == ["ok", "ok"]
+    assert "version" in records.points[0].command

@@ -205,9 +205,8 @@ class Engine(ABC, Generic[B]):
         return ()
 
     @abstractmethod
-    def effective(self) -> Effective | None:
-        """Return the bytes on each tier and the bytes streamed a step. They are counted, not planned. None if this
-        process cannot count them."""
+    def effective(self) -> Effective:
+        """Return the bytes on each tier and the bytes streamed a step. They are counted, not planned."""
 
     def described(self) -> dict[str, Any]:
         """Return what a record says of this engine besides."""

@@ -214,7 +214,8 @@ def begin_point(session: Session) -> None:
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
     """Return what a point records at its end. Memory, the placement of the weights, and its status. It differs from
     `status` if the weights are not where the case wants them."""
-    engine, effective = session.engine, session.engine.effective()
+    engine = session.engine
+    effective: Effective | None = engine.effective()  # None: a server's cannot be counted
     fields: dict[str, Any] = {"effective": effective, "host_peak_bytes": engine.host_memory(), "status": status}
     if (memory := engine.device_memory()) is not None:
         fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))

@@ -17,7 +17,6 @@ from zinfer.engine.kv_snapshot import Past
 from zinfer.engine.server.preset import Preset, read
 from zinfer.engine.server.process import Address, MemoryWatch, Port, ServerDied, ServerProcess, wait_ready
 from zinfer.plan.planner import Plan
-from zinfer.record.measurement import Effective
 
 _NO_PASSES = "a server runs its own passes: `zinfer sweep` measures it, run, batch and serve are for other engines"
 
@@ -94,7 +93,7 @@ class Server(Engine[MicroBatch]):
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
         raise EngineError(_NO_PASSES)
 
-    def effective(self) -> Effective | None:
+    def effective(self) -> Any:
         """Return None: a server's weights cannot be counted from outside."""
         return None
 

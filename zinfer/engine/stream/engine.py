@@ -410,8 +410,8 @@ class Stream(SharedPasses):
             "cuda_graphs": self._graphs.status,
             "graph_kernels": self._graphs.kernels,
         }
-        if self.draft is not None and (drafting := self.draft.effective()) is not None:
-            settings["draft_weight_bytes"] = drafting.gpu_weight_bytes
+        if self.draft is not None:
+            settings["draft_weight_bytes"] = self.draft.effective().gpu_weight_bytes
         if mixture:
             settings["experts_kernel"] = "off" if few is None else few.status or "no experts that it knows"
         if self._ring is None or self._source is None:

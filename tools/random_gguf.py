@@ -76,7 +76,7 @@ def tile(type_: gguf.GGMLQuantizationType, dice: np.random.Generator) -> np.ndar
     size, width = gguf.GGML_QUANT_SIZES[type_]
     if size == 1 or type_ in (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0):
         values = dice.standard_normal((TILE, size), dtype=np.float32) * SCALE
-        return gguf.quants.quantize(values, type_).view(np.uint8).reshape(TILE, width)
+        return np.asarray(gguf.quants.quantize(values, type_)).view(np.uint8).reshape(TILE, width)
     if type_ != gguf.GGMLQuantizationType.MXFP4:
         sys.exit(f"{type_.name}: choose from BF16, F16, Q8_0, Q4_0, MXFP4")
     blocks = dice.integers(0, 256, (TILE, width), dtype=np.uint8)
@@ -129,7 +129,8 @@ def write(spec: ModelSpec, path: Path, type_: gguf.GGMLQuantizationType) -> None
     writer.write_ti_data_to_file()
     dice = np.random.default_rng(0)
     tiles = {used: tile(used, dice).reshape(-1) for used in {tensor.type for tensor in needed}}
-    (file,) = writer.fout or ()
+    assert writer.fout is not None
+    (file,) = writer.fout
     writer.write_padding(file, file.tell())
     for tensor in needed:
         left = sizes[tensor.name]

@@ -129,15 +129,13 @@ class InlineRows(InlineWorker):
             self.before(message["task"])
         return super()._exchange(message)
 
-    def _start(self, session: Session, request: BatchStart) -> BatchStarted:
-        session.added = []
+    def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
         self.alive, self.queue, self.most = [], [], request.rows or 1 << 20
         return BatchStarted(positions=1 << 20)
 
     def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
-        new, self.session.added = self.session.added, []
-        assert not {row.key for row in new} & {row.key for row in (*self.alive, *self.queue)}
-        self.queue += new
+        assert not {row.key for row in request.requests} & {row.key for row in (*self.alive, *self.queue)}
+        self.queue += request.requests
         self.sizes.append(len(self.alive) + len(self.queue))
         if self.sizes[-1] > self.edge:
             if self.dies:

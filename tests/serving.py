@@ -136,9 +136,9 @@ class ServedRows(InlineRows):
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
-        keys = [(row.owner, row.key) for row in session.added]
+        keys = [(row.owner, row.key) for row in request.requests]
         assert sorted(keys, key=lambda key: key[0]) == sorted(keys), "rows of a request come in their order"
-        rows = {row.key: row for row in (*self.alive, *self.queue, *session.added)}
+        rows = {row.key: row for row in (*self.alive, *self.queue, *request.requests)}
         answer = super()._step(session, request)
         return answer.model_copy(update={"rows": [self._with_delta(rows[row.key], row) for row in answer.rows]})
 

@@ -52,7 +52,7 @@ class Inline(InlineWorker):
         self.tokens = 0
 
     def ask(self, request: Command[Answer]) -> Answer:
-        if isinstance(request, BatchStep) and not self.session.added and not request.drop:
+        if isinstance(request, BatchStep) and not request.requests and not request.drop:
             self.tokens += 1
             self.on_token(self.tokens)
         return super().ask(request)
@@ -118,15 +118,12 @@ def test_answers_are_those_of_transformers(
         expected = output[0, ids.shape[1] :].tolist()
         assert answer["output_ids"] == expected
         assert answer["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
-        dialogue.answered(expected, answer["output_text"])
+        dialogue.answered(answer["output_text"])
         assert answer["reloaded_tokens"] + answer["computed_tokens"] == ids.shape[1]
         assert answer["finish_reason"] == "length"
     assert answers[0]["reloaded_tokens"] == 0
-    if template != TRIMMING:  # all but the last token of the answer, which was not computed
-        total = answers[0]["computed_tokens"] + 9
-        assert answers[1]["reloaded_tokens"] == total
-        assert answers[2]["reloaded_tokens"] == total + answers[1]["computed_tokens"] + 9
-    assert answers[2]["reloaded_tokens"] >= answers[1]["computed_tokens"]
+    assert answers[1]["reloaded_tokens"] >= answers[0]["computed_tokens"]
+    assert answers[2]["reloaded_tokens"] >= answers[1]["reloaded_tokens"] + answers[1]["computed_tokens"]
     assert len(messages) == (4 if template is None else 3)
     assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", messages[-3])
     assert ("no chat template" in messages[0]) == (template is None)

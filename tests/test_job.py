@@ -120,7 +120,7 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 
     class Poisoned(InlineRows):
         def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-            rows = map(prompt_of, (*self.alive, *self.queue, *session.added))
+            rows = map(prompt_of, (*self.alive, *self.queue, *request.requests))
             self.edge = 0 if poison in rows else 99
             return super()._step(session, request)
 
@@ -192,7 +192,7 @@ def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -
     assert signal.getsignal(number) is before
     kept = [json.loads(line) for line in job_path(path).read_bytes().splitlines()[1:]]
     made = sum(len(record["tokens"]) for record in kept)
-    assert set(calls) == {"batch_start", "add_requests", "batch_step"}
+    assert set(calls) == {"batch_start", "batch_step"}
     answered = sum(len(output.split()) for output in texts(path).values() if output)
     again = InlineRows()
     progress = run_inline(path, LINES, again, max_rows=4)

@@ -51,7 +51,7 @@ class Room:
 
     def __init__(self, wanted: Callable[[Any], bool] = lambda _who: True) -> None:
         self.tokenizer, self.found = Gated(), list[tuple[Any, Ids]]()
-        self.reader = Reader(self.tokenizer, self.found.extend, wanted)
+        self.reader = Reader(self.tokenizer, lambda *read: self.found.append(read), wanted)
 
     def let(self, kind: str, count: int = 1) -> None:
         self.tokenizer.gates[kind].release(count)

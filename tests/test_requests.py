@@ -47,7 +47,7 @@ from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session, facts_of
-from zinfer.worker.tasks import Load, Loaded, MeasureRequests
+from zinfer.worker.tasks import Answer, Command, Load, Loaded, MeasureRequests
 
 SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
@@ -75,8 +75,8 @@ def measure(worker: InlineWorker, asked: RequestLoad, lengths: Sequence[Lengths]
         for key, (length, row_sampling) in enumerate(zip(lengths, samplings, strict=True))
     ]
     input_lens = [length.input_len for length in lengths]
-    command = MeasureRequests(case=worker.session.plan.case, load=asked, input_lens=input_lens)
-    return worker.measure_requests(command, requests)
+    command = MeasureRequests(case=worker.session.plan.case, load=asked, requests=requests, input_lens=input_lens)
+    return worker.ask(command)
 
 
 class Time:
@@ -437,10 +437,10 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
 
     class Dies(Quick):
-        def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
-            if command.load.in_flight == 2:
+        def ask(self, command: Command[Answer]) -> Answer:
+            if isinstance(command, MeasureRequests) and command.load.in_flight == 2:
                 raise WorkerDied("timeout", "no answer for 1 s")
-            return super().measure_requests(command, requests)
+            return super().ask(command)
 
     sweep = small(in_flight=[2, 3])
     outcome = swept(path, sweep, Dies)
@@ -449,10 +449,12 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert [point.status for point in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
 
     class Interrupts(Quick):
-        def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-            raise AssertionError(command, requests)
+        def ask(self, command: Command[Answer]) -> Answer:
+            if isinstance(command, MeasureRequests):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+                raise AssertionError(command)
+            return super().ask(command)
 
     with pytest.raises(Interrupted):
         swept(path, small(in_flight=[5]), Interrupts)

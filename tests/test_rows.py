@@ -31,7 +31,7 @@ from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import AddRequests, Answer, BatchStart, BatchStep, Command
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
 TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -71,11 +71,7 @@ class Watched(InlineWorker):
 
     @property
     def requests(self) -> list[Request]:
-        added = (command for command in self.commands if isinstance(command, AddRequests))
-        requests: list[Request] = []
-        for command in added:
-            requests += list(command.requests(requests[-1] if requests else None))
-        return requests
+        return [request for step in self.steps for request in step.requests]
 
 
 def plan_for(worker: Watched, directory: Path, rows: list[Request]) -> Plan:
@@ -214,8 +210,8 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     wanted, _ = requests_of(requests, [[5], [6], [7]], None, 128, 20, {})
     worker.load(plan_for(worker, directory, wanted))
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    results = worker.step(wanted)
-    again = worker.step()
+    results = worker.ask(BatchStep(requests=wanted))
+    again = worker.ask(BatchStep())
     worker.close()
     failures = [row.failure and row.failure.message for row in results.rows]
     assert failures == [None, "the model's output is not a number", None]

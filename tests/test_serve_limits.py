@@ -22,7 +22,7 @@ from tests.serving import NAME, ServedRows, Server, request, serving
 from zinfer.job.serve import app, connections, dispatcher
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import AddRequests, Answer, BatchStart, BatchStarted, BatchStep, BatchStepped, Command
+from zinfer.worker.tasks import Answer, BatchStart, BatchStarted, BatchStep, BatchStepped, Command
 
 PLAN = make_plan(CASE, SPEC, MACHINE)
 SECRET = "authorization: Bearer secret"
@@ -201,11 +201,11 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
 
 def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
     """Alone it may fill the queue, beside others only a sixteenth."""
-    gate, steps = threading.Event(), list[AddRequests]()
+    gate, steps = threading.Event(), list[BatchStep]()
 
     class Noting(ServedRows):
         def ask(self, command: Command[Answer]) -> Answer:
-            if isinstance(command, AddRequests):
+            if isinstance(command, BatchStep):
                 steps.append(command)
             return super().ask(command)
 
@@ -231,7 +231,7 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
         for thread in (*waiting, *others):
             thread.join()
         assert [answer[0] for answer in answers] == [200] * 8
-    assert sum(len(step.changes) for step in steps) == 22
+    assert sum(len(step.requests) for step in steps) == 22
     sent = "".join(step.model_dump_json() for step in steps)
     assert sent.count("x" * 1000) == 2 * 16
     assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 22 * 400
@@ -330,7 +330,7 @@ class Poisoned(ServedRows):
     """A worker that fails with every batch in which one row is."""
 
     def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-        poisoned = any(row.prompt_ids[0] == POISON for row in (*session.added, *self.alive, *self.queue))
+        poisoned = any(row.prompt_ids[0] == POISON for row in (*request.requests, *self.alive, *self.queue))
         self.edge = 0 if poisoned else 1 << 20
         return super()._step(session, request)
 

@@ -1,9 +1,7 @@
 """Real worker processes with an engine that fails: each failure becomes its status, and the next point runs."""
 
 import gc
-import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -44,11 +42,8 @@ from zinfer.worker.process import LoadRefused, TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
-    MESSAGE_BYTES,
     TASKS,
     About,
-    Added,
-    AddRequests,
     BatchStart,
     BatchStarted,
     BatchStep,
@@ -377,7 +372,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
         assert held[0]() is None
         worker.ask(BatchStart(load=Workload(batch_size=1, input_len=1, output_len=1)))
         with pytest.raises(TaskFailed, match="out of memory") as failed:
-            worker.step([Request([1], 1)])
+            worker.ask(BatchStep(requests=[Request([1], 1)]))
         assert failed.value.status == "oom_gpu"
         assert [reference() for reference in held] == [None, None]
     finally:
@@ -401,14 +396,13 @@ MESSAGES: dict[str, tuple[Command[Any], Frozen]] = {
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
     "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), POINT),
     "measure_requests": (
-        MeasureRequests(case=case(), load=LOAD, input_lens=[2]),
+        MeasureRequests(case=case(), load=LOAD, requests=[], input_lens=[2]),
         RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test"),
     ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
         BatchStarted(positions=64),
     ),
-    "add_requests": (AddRequests(changes=[{"prompt_ids": [1], "left": 2, "stop": ["x"]}]), Added()),
     "batch_step": (
         BatchStep(drop=[7]),
         BatchStepped(passes=1, seconds=0.5, rows=[Update(key=1, tokens=[], finish_reason="stop", text="a")]),
@@ -449,33 +443,18 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
     assert got == [request]
 
 
-def test_requests_travel_in_messages_of_bounded_size() -> None:
-    """Answers to one prompt carry it, and their stops, once; others fill a message, and a larger one has its own."""
-    dice = random.Random(5)
-    lengths = [200_000, 5, *(dice.randint(1, 9_000) for _ in range(600))]
-    prompts = [[dice.randrange(262_144) for _ in range(length)] for length in lengths]
-    requests = [
-        Request(array("i", prompt), 9, Sampling(seed=str(number)), ("stop",), output_ids=[4] * number, key=number)
-        for number, prompt in enumerate(prompts)
-        for _ in range(3 if number == 1 else 1)
-    ]
-    worker = InlineWorker()
-    sent: list[int] = []
-    exchange = worker._exchange
-    worker._exchange = lambda message: sent.append(len(json.dumps(message))) or exchange(message)  # type: ignore
-    worker.add(requests)
-    assert len(sent) > 10
-    assert max(sent[1:]) < MESSAGE_BYTES
-    added = worker.session.added
-    assert [vars(request) for request in added] == [
+def test_requests_travel_whole_and_answers_to_one_prompt_carry_it_once() -> None:
+    prompt = [*range(10_000)]
+    requests = [Request(array("i", [7]), 9, output_ids=[4] * 3, key=1000)]
+    requests += [Request(prompt, 9, Sampling(seed=str(key)), ("x" * 1000,) * 16, key=key) for key in range(100)]
+    message = BatchStep(requests=requests).model_dump_json()
+    assert len(message) < 120_000
+    got = BatchStep.model_validate_json(message).requests
+    assert [vars(request) for request in got] == [
         vars(request) | {"prompt_ids": list(request.prompt_ids)} for request in requests
     ]
-    assert added[1].prompt_ids is added[2].prompt_ids is added[3].prompt_ids
-    assert added[1].output_ids is not added[2].output_ids
-    same = [Request(prompts[0], 9, stop=("x" * 1000,) * 16, key=key) for key in range(1000)]
-    sent.clear()
-    worker.add(same)
-    assert sum(sent) < 2 * MESSAGE_BYTES
+    assert got[1].prompt_ids is got[2].prompt_ids
+    assert got[1].output_ids is not got[2].output_ids
 
 
 @pytest.mark.parametrize(
@@ -500,6 +479,6 @@ def test_the_table_needs_no_torch() -> None:
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from zinfer.worker import inline, process, tasks\n"
         "from zinfer.core.request import Request\n"
-        "list(tasks.AddRequests.messages([Request([1], 1)]))\n"
+        "tasks.BatchStep(requests=[Request([1], 1)]).model_dump_json()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

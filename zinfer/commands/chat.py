@@ -21,7 +21,7 @@ from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import Client
-from zinfer.worker.tasks import BatchStart, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 ANSWER = 512  # default limit of an answer, in tokens
 WAIT_S = 0.2  # wait for a line of the terminal at a time
@@ -125,7 +125,7 @@ def talk(
         on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
 
     def step(*requests: Request, **fields: Any) -> BatchStepped:
-        return worker.step(requests, answer_s=0, **fields)
+        return worker.ask(BatchStep(requests=list(requests), answer_s=0, **fields))
 
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)
@@ -140,7 +140,7 @@ def talk(
                 answer.add(step())
         if answer.finish_reason is None:
             answer.text = step(drop=[number]).dropped[number]
-        dialogue.answered(answer.output_ids, answer.text)
+        dialogue.answered(answer.text)
         rate = (len(answer.output_ids) - 1) / answer.decode_s if answer.decode_s else None
         turn = {
             "turn": number + 1,

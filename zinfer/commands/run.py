@@ -30,7 +30,7 @@ from zinfer.job.recipe import engine_recipe
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import WorkerError
-from zinfer.worker.tasks import BatchStart, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 STREAM_S = 0.05  # seconds of decoding before new text is shown
 
@@ -110,7 +110,8 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
                 with Stop() as stop, driver.lend() as worker:
                     worker.ask(BatchStart(load=workload, rows=rows))
                     while not answers.all_ended and not stop.asked:
-                        answers.add(worker.step(requests, answer_s=STREAM_S if answers.all_begun else 0))
+                        answer_s = STREAM_S if answers.all_begun else 0
+                        answers.add(worker.ask(BatchStep(requests=requests, answer_s=answer_s)))
                         requests = []
                         watch.progress("generating", answers.tokens / (len(texts) * output_len))
                 if not answers.all_ended:

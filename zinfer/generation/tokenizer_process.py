@@ -111,20 +111,13 @@ class TokenizerProcess:
         kind = "prompt" if isinstance(prompt, str) else "conversation"
         return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", _exceeds(kind, seconds))
 
-    def continuation(self, before: list[int], added: str) -> list[int] | None:
-        """Return the ids of a text that follows the tokens `before`; None unless both decode to both texts."""
-        return self._ask("continuation", PROMPT_S, before=before, added=added).get("answer")
-
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the text of a conversation by the chat template. Raises ModelError where that refuses it."""
-        if (why_not := self.cannot_chat) is not None:
-            raise ModelError(why_not)
-        return str(self._answer("render", PROMPT_S, messages=messages))
-
     def encode_document(self, text: str) -> list[int]:
         """Return the token ids of a long text, without special ones. Raises ModelError."""
         seconds = PROMPT_S + MILLION_S * len(text) / 1e6
-        return list(self._answer("encode", seconds, prompt=text, special=False, max_tokens=None))
+        answer = self._ask(seconds, prompt=text, special=False, max_tokens=None)
+        if "answer" not in answer:
+            raise ModelError(answer.get("why", _exceeds("text", seconds)))
+        return list(answer["answer"])
 
     def close(self) -> None:
         """End the process; calls under way get no answer. Safe to call twice."""
@@ -143,7 +136,7 @@ class TokenizerProcess:
         """Return the token ids of a prompt, or why it has none; None if it takes too long."""
         if not isinstance(prompt, str) and (why_not := self.cannot_chat) is not None:
             return Refusal("invalid_prompt", why_not)
-        asked = self._ask("encode", seconds, prompt=prompt, special=special, max_tokens=self.max_tokens)
+        asked = self._ask(seconds, prompt=prompt, special=special, max_tokens=self.max_tokens)
         if "why" in asked:
             return Refusal("invalid_prompt", asked["why"])
         answer: list[int] | int | None = asked.get("answer")
@@ -152,20 +145,14 @@ class TokenizerProcess:
             return Refusal("context_length_exceeded", why)
         return Refusal("invalid_prompt", f"the prompt {NO_TOKENS}") if answer == [] else answer
 
-    def _answer(self, do: str, seconds: float, **request: Any) -> Any:
-        answer = self._ask(do, seconds, **request)
-        if "answer" not in answer:
-            raise ModelError(answer.get("why", _exceeds("text", seconds)))
-        return answer["answer"]
-
-    def _ask(self, do: str, seconds: float, **request: Any) -> dict[str, Any]:
+    def _ask(self, seconds: float, **request: Any) -> dict[str, Any]:
         """Return an `answer`, or `why` there is none; neither if the child did not survive. Raises ModelError."""
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self._connect()
         with suppress(OSError):
-            connection.send_bytes(json.dumps({"do": do, "seconds": seconds, "request": request}).encode())
+            connection.send_bytes(json.dumps({"seconds": seconds, "request": request}).encode())
         answer = _received(connection, PATIENCE_S + tokenizer_server.wall_s(seconds))
         if answer:
             self._idle.append(connection)

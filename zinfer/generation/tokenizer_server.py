@@ -71,13 +71,6 @@ class Checkpoint(NamedTuple):
             raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
         return str(text)
 
-    def continuation(self, before: list[int], added: str) -> list[int] | None:
-        """Return the ids of a text that follows tokens; None unless together they decode to both texts."""
-        added = _unicode(added)
-        ids = self._ids(added, special=False)
-        head, both = (decode(self.hf, tokens, special=True) for tokens in (before, before + ids))
-        return ids if ids and both == head + added else None
-
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
             ids = list(self.hf(text, add_special_tokens=special).input_ids)
@@ -122,7 +115,6 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def _name(hf: Any, token: int) -> str:
-    """Return the text of a token of the vocabulary; empty if a file names a token that it lacks."""
     with suppress(Exception):
         return _unicode(hf.convert_ids_to_tokens(token) or "")
     return ""
@@ -158,7 +150,7 @@ def serve(connection: Connection, checkpoint: Checkpoint, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         signal.setitimer(signal.ITIMER_REAL, wall_s(asked["seconds"]))
         try:
-            answer = {"answer": getattr(checkpoint, asked["do"])(**asked["request"])}
+            answer = {"answer": checkpoint.encode(**asked["request"])}
         except BaseException as error:
             check_library(error)
             answer = {"why": error_line(error)}

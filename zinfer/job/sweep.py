@@ -265,7 +265,6 @@ class _Runner:
         self.events.outlook(now._replace(seconds_left=left_s))
 
     def _late(self, key: Key, timed: bool = True) -> bool:
-        """Return whether there is no time left for a point."""
         if self.end == inf or _find(self.recorded, key, self.number, timed) is not None:
             return False
         if not self.measured:
@@ -282,13 +281,12 @@ class _Runner:
     def _request_point(self, key: RequestKey, request_set: RequestSet) -> Any:
         def measure(worker: Client) -> RequestPoint:
             requests, input_lens = _requests(self.job.plan.model, request_set)
-            command = MeasureRequests(case=key.case, load=key.requests, input_lens=input_lens, sla=self.sweep.sla)
-            return worker.measure_requests(command, requests)
+            asked = {"requests": requests, "input_lens": input_lens, "sla": self.sweep.sla}
+            return worker.ask(MeasureRequests(case=key.case, load=key.requests, **asked))
 
         return self._point(key, True, measure)
 
     def _point(self, key: Key, timed: bool, measure: Callable[[Client], Any]) -> Any:
-        """Return a point as recorded, or measured now."""
         self.events.trying(key)
         began, recorded = monotonic(), _find(self.recorded, key, self.number, timed)
         resumed = recorded is not None
@@ -302,7 +300,6 @@ class _Runner:
         return point
 
     def _store(self, key: Key, point: Any) -> Any:
-        """Append a point to the store, and return it as stored."""
         fields: dict[str, Any] = {"model_revision": self.job.revision}
         if isinstance(key, Case) and not is_server(key.engine):
             plan = self.job.planner.at(key.workload)
@@ -316,7 +313,6 @@ class _Runner:
         return point
 
     def _measure(self, key: Key, measure: Callable[[Client], Any]) -> Any:
-        """Measure a point, or return that of a failure."""
         stage = "load"
         if (why_not := self.job.plan.why_not) is not None:
             return self._failed(key, "unsupported", why_not, stage)
@@ -342,7 +338,6 @@ class _Runner:
             raise
 
     def _failed(self, key: Key, status: Status, error: str, stage: str) -> Point:
-        """Return a point that failed outside of the worker."""
         model = self.job.plan.model
         fields = {
             "status": status, "machine": self.job.plan.machine.name, "error": error, "stage": stage,

@@ -38,7 +38,6 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
 
 
 def _exit_code(error: BaseException, status: Status) -> int:
-    """Return the exit code of a command that ends with `error`."""
     if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
         return error.exit_code
     return INTERNAL if status == "crashed" else ENVIRONMENT

@@ -21,7 +21,6 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     """Begin a batch, in place of a running one."""
     if session.scheduler is not None:
         session.scheduler.end()
-    session.added = []
     session.scheduler = ContinuousScheduler(
         session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size
     )
@@ -33,7 +32,7 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
 
 
 def batch_step(session: Session, command: BatchStep) -> BatchStepped:
-    """Discard rows, begin the added ones, and run passes."""
+    """Discard rows, begin new ones, and run passes."""
     running = session.scheduler
     if running is None:
         raise EngineError("no batch is running")
@@ -43,8 +42,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     touched: dict[Sequence, None] = {}
     try:
         dropped = _drop(session, running, command.drop)
-        running.add(session.added)
-        session.added = []
+        running.add(command.requests)
         while running.running:
             changed = running.step()
             touched |= dict.fromkeys(changed)
@@ -78,7 +76,6 @@ def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -
 
 
 def _update(session: Session, sequence: Sequence) -> Update:
-    """Return what has come of a sequence since its last update."""
     scores, sequence.scores = sequence.scores, []
     tokens, sequence.sent = sequence.output_ids[sequence.sent :], len(sequence.output_ids)
     prompt = None

@@ -244,7 +244,6 @@ class Telemetry:
             self._thread.start()
 
     def _read(self, what: str, *args: Any) -> list[int]:
-        """Return the reading of each GPU; none if one has none."""
         try:
             return [getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *args) for handle in self._handles]
         except self._nvml.NVMLError:

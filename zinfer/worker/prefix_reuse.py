@@ -18,8 +18,6 @@ from zinfer.worker.tasks import PrefixReuse
 
 
 class _Recording:
-    """Greedy sampler that keeps the last logits, ``[B, V]``."""
-
     def __call__(self, logits: Tensor) -> Tensor:
         self.logits = logits
         return greedy(logits)[0]

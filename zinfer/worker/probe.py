@@ -180,20 +180,17 @@ def _rates(
 
 
 def _entry(rates: list[float], what: str) -> dict[str, Any]:
-    """Return median and relative spread of samples, in `what` per second."""
     middle = median(rates)
     return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
 
 
 @contextlib.contextmanager
 def _arena(size: int, pin: bool = True) -> Iterator[Tensor]:
-    """Provide `size` bytes of host memory, as engines have it."""
     with contextlib.closing(PinnedArena(size, pin)) as arena:
         yield arena.memory[:size]
 
 
 def _host_copy(size: int, repeats: int) -> list[float]:
-    """Return the bytes per second that torch copies within host memory."""
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
 
@@ -312,7 +309,6 @@ def _at_once(copies: list[tuple[Tensor, Tensor, list[torch.cuda.Stream]]]) -> No
 
 
 def _gpu_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of work until all GPUs are done."""
 
     def wait() -> None:
         for number in range(torch.cuda.device_count()):
@@ -326,12 +322,10 @@ def _gpu_seconds(work: Callable[[], object]) -> float:
 
 
 def _link(target: Tensor, source: Tensor, repeats: int) -> list[float]:
-    """Return the bytes per second of copies."""
     return _rates(partial(target.copy_, source, non_blocking=True), source.nbytes, _cuda_seconds, repeats)
 
 
 def _duplex(host: Tensor, device: Tensor, repeats: int) -> list[float]:
-    """Return the bytes per second each way while both directions copy."""
     half = len(host) // 2
     pairs = [(device[:half], host[:half]), (host[half : 2 * half], device[half : 2 * half])]
     copies = [(target, source, [torch.cuda.Stream()]) for target, source in pairs]

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -29,15 +29,13 @@ from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, USAGE, is_out_of_memory
 from zinfer.core.progress import Progress, silent
-from zinfer.core.request import Request
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
-from zinfer.record.requests import RequestPoint
 from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.worker import tasks
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import AddRequests, Answer, BatchStep, BatchStepped, Command, Load, Measure, MeasureRequests
+from zinfer.worker.tasks import Answer, Command, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -123,24 +121,9 @@ class Client(ABC):
             raise LoadRefused(loaded.refused, loaded.exit_code)
         self._on_loaded(loaded.load_bytes, loaded.load_s)
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Send requests for the next task, in messages of bounded size."""
-        for message in AddRequests.messages(requests):
-            self.ask(message)
-
-    def step(self, requests: Iterable[Request] = (), **fields: Any) -> BatchStepped:
-        """Add requests to the batch and run passes. The fields are `BatchStep`'s."""
-        self.add(requests)
-        return self.ask(BatchStep(**fields))
-
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine. A failure is a Measurement with its status."""
         return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance))
-
-    def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
-        """Measure a load of requests on the loaded engine. A failure is a RequestPoint with its status."""
-        self.add(requests)
-        return self.ask(command)
 
     @abstractmethod
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +216,6 @@ class Worker(Client):
         self._unregister()
 
     def _end(self, seconds: float) -> None:
-        """Kill the process and what it started, and remove what it owned."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # also one that leads no group yet

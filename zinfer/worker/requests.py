@@ -39,8 +39,6 @@ SERVER_ROWS = 256  # requests at a time that a server is started for, where the 
 
 
 class _NoText:
-    """Tokenizer of requests whose text nobody reads."""
-
     ends: frozenset[int] = frozenset()
     padding = 0
 
@@ -110,7 +108,7 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
     if session.scheduler is not None:
         session.scheduler.end()
         session.scheduler = None
-    requests, session.added = session.added, []
+    requests = command.requests
     lengths = [(length, request.left) for length, request in zip(command.input_lens, requests, strict=True)]
     samples, failed = LoadSamples(), dict[str, Any]()
     try:
@@ -260,7 +258,6 @@ class _Load:
             running.end()
 
     def _arrive(self, now: float) -> None:
-        """Hand the requests that have come by now to the scheduler."""
         in_flight = self.load.in_flight
         while self.coming:
             moment, request = self.coming[0]

@@ -16,7 +16,6 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
-from zinfer.core.request import Request
 from zinfer.core.value import Frozen, first_fault
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
@@ -24,7 +23,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, Loaded, Measure
+from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -43,7 +42,6 @@ class Session:
         self.facts = Facts()
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
-        self.added: list[Request] = []  # requests for the next task that takes some
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
         self._token_texts: dict[int, str] = {}
@@ -152,7 +150,6 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
 
 
 def _check_weights(command: Load) -> None:
-    """Raise CheckpointError if the weights on disk have another revision."""
     spec = command.plan.model
     if command.revision and revision_of(spec, command.plan.case.load_format) != command.revision:
         raise CheckpointError(f"{spec.directory} does not hold the weights of the start any more: start anew")
@@ -167,12 +164,6 @@ def facts_of(plan: Plan) -> Facts:
 def about(session: Session, _command: About) -> Facts:
     """Return the facts of the load."""
     return session.facts
-
-
-def add_requests(session: Session, command: AddRequests) -> Added:
-    """Let requests wait for the next task that takes them."""
-    session.added += list(command.requests(session.added[-1] if session.added else None))
-    return Added()
 
 
 def measure(session: Session, command: Measure) -> Measurement:

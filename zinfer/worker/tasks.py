@@ -6,9 +6,9 @@ Commands and answers travel as JSON. The functions are imported where they run: 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer, PlainValidator
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.errors import ENVIRONMENT
@@ -21,8 +21,33 @@ from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Request))
-MESSAGE_BYTES = 1 << 20  # of JSON in a message of requests; one request alone may have more
 Answer = TypeVar("Answer", bound=Frozen)
+
+
+def _changes(requests: Iterable[Request]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each request that differ from those of the one before it."""
+    before: dict[str, Any] = {}
+    for request in requests:
+        fields = {name: getattr(request, name) for name in _FIELDS}  # a subclass may have more
+        changed = {name: value for name, value in fields.items() if name not in before or value != before[name]}
+        before = fields
+        yield changed | ({"prompt_ids": list(request.prompt_ids)} if "prompt_ids" in changed else {})
+
+
+def _requests(items: Iterable[Any]) -> list[Request]:
+    """Return requests, of `_changes` or as they are; those with one prompt share its list."""
+    requests, fields = list[Request](), dict[str, Any]()
+    for item in items:
+        if not isinstance(item, Request):
+            fields |= item
+            sampling = Sampling.model_validate(fields["sampling"])
+            own = {"sampling": sampling, "stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
+            item = Request(**fields | own)
+        requests.append(item)
+    return requests
+
+
+Requests = Annotated[list[Request], PlainValidator(_requests), PlainSerializer(lambda items: [*_changes(items)])]
 
 
 class Command(Message, Generic[Answer]):
@@ -76,56 +101,17 @@ class Measure(Command[Measurement]):
 
 
 class MeasureRequests(Command[RequestPoint]):
-    """Measure the added requests, in their order, as a load. A request without a prompt gets as many random tokens as
+    """Measure requests, in their order, as a load. A request without a prompt gets as many random tokens as
     `input_lens` has for it."""
 
     case: Case
     load: RequestLoad
+    requests: Requests
     input_lens: list[int]
     sla: tuple[str, ...] = ()
 
 
 # Text
-
-
-class Added(Message):
-    """Requests have been added."""
-
-
-class AddRequests(Command[Added]):
-    """Add requests for the next `BatchStep` or `MeasureRequests`. Of each request `changes` has the fields that differ
-    from those of the one before it, which may be the last that was added: answers to one prompt carry it once."""
-
-    changes: list[dict[str, Any]]
-
-    @classmethod
-    def messages(cls, requests: Iterable[Request]) -> Iterator[Self]:
-        """Yield the messages that add `requests`, each of at most `MESSAGE_BYTES`."""
-        changes: list[dict[str, Any]] = []
-        size, before = 0, dict[str, Any]()
-        for request in requests:
-            fields = {name: vars(request)[name] for name in _FIELDS}  # a subclass may have more
-            fields["prompt_ids"] = list(request.prompt_ids)
-            changed = {name: value for name, value in fields.items() if name not in before or value != before[name]}
-            ids = len(changed.get("prompt_ids", ())) + len(changed.get("output_ids", ()))
-            upper = 512 + 8 * ids + 12 * sum(map(len, changed.get("stop", ())))  # bytes of JSON
-            if changes and size + upper > MESSAGE_BYTES:
-                yield cls(changes=changes)
-                changes, size = [], 0
-            changes.append(changed)
-            size, before = size + upper, fields
-        if changes:
-            yield cls(changes=changes)
-
-    def requests(self, last: Request | None = None) -> Iterator[Request]:
-        """Yield the requests, which follow `last`. Those with one prompt share its list."""
-        fields = {} if last is None else dict(vars(last))
-        for changed in self.changes:
-            fields |= changed
-            if "sampling" in changed:
-                fields["sampling"] = Sampling.model_validate(changed["sampling"])
-            fields |= {"stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
-            yield Request(**fields)
 
 
 class BatchStarted(Message):
@@ -165,8 +151,9 @@ class BatchStepped(Message):
 
 class BatchStep(Command[BatchStepped]):
     """Run passes until a row ends or `answer_s` seconds have gone by. The default is a second, and 0 is one pass. First
-    the rows whose keys are `drop` are discarded, and the added requests begin to wait."""
+    the rows whose keys are `drop` are discarded, and `requests` begin to wait."""
 
+    requests: Requests = Field(default_factory=list)
     drop: list[int] = Field(default_factory=list)
     answer_s: float | None = None
 
@@ -243,7 +230,6 @@ TASKS: Mapping[str, Task] = {
     "measure": Task(Measure, Measurement, "zinfer.worker.session:measure"),
     "measure_requests": Task(MeasureRequests, RequestPoint, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
-    "add_requests": Task(AddRequests, Added, "zinfer.worker.session:add_requests"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "prefix_reuse": Task(PrefixReuse, Reload, "zinfer.worker.prefix_reuse:prefix_reuse"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),

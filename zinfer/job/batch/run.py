@@ -19,7 +19,7 @@ from zinfer.job.driver import Driver, Window
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import WorkerError
-from zinfer.worker.tasks import BatchStart, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin together
 SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
@@ -121,7 +121,6 @@ class BatchJob:
         return self.progress
 
     def _step(self) -> None:
-        """Let the worker run, with rows to begin next in its queue. Raises JobFailed if it cannot be loaded."""
         try:
             self.driver.load(self.plan)
         except WorkerError as error:
@@ -131,11 +130,10 @@ class BatchJob:
         if not self._started:
             self._start()
         with self.driver.lend() as worker:
-            step = worker.step(self._next())
+            step = worker.ask(BatchStep(requests=self._next()))
         self._apply_step(step)
 
     def _start(self) -> None:
-        """Begin a batch in the worker, for all rows that are left."""
         self._waiting.add(self._sent.values())
         self._sent, rows = {}, [*self._waiting]
         limits = [limit for limit in (self.max_rows, self._window.limit) if limit is not None]
@@ -147,7 +145,6 @@ class BatchJob:
         self._ahead = AHEAD
 
     def _next(self) -> list[Request]:
-        """Take the rows that go to the worker's queue now."""
         limit = self._window.limit
         count = max(self._ahead if limit is None else limit - len(self._sent), 0 if self._sent else 1)
         new = self._waiting.front(count)
@@ -195,7 +192,6 @@ class BatchJob:
         self.progress.left -= request.left
 
     def _save(self) -> None:
-        """Write the new tokens of unfinished rows to disk."""
         saved = self._saved
         rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.output_ids) > saved[row.key]]
         self.ledger.save((self.lines[row.key].id, saved[row.key], row.output_ids[saved[row.key] :]) for row in rows)

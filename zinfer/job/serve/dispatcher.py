@@ -25,7 +25,7 @@ from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client, WorkerError
-from zinfer.worker.tasks import BatchStart, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 SHARES = 16  # a request fills at most this part of the places in the queue, however many of its rows wait
@@ -187,13 +187,11 @@ class Dispatcher:
         self._reader.add([(same[0].prompt, same) for same in prompts], rows[0].client)
 
     def _wanted(self, rows: Sequence[Answer]) -> bool:
-        """Tell whether somebody waits for any of `rows`, which have one prompt."""
         return any(row.key in self._unfinished for row in rows)
 
-    def _read(self, prompts: list[tuple[Sequence[Answer], Ids]]) -> None:
-        """Take the token ids of prompts; called by the reader's threads."""
+    def _read(self, rows: Sequence[Answer], ids: Ids) -> None:
         with self._changed:
-            self._inbox += [(row, ids) for rows, ids in prompts for row in rows]
+            self._inbox += [(row, ids) for row in rows]
             self._changed.notify()
 
     def drop(self, rows: Iterable[Answer]) -> None:
@@ -263,7 +261,7 @@ class Dispatcher:
                 self._sent |= {row.key: row for row in new}
                 answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
                 with self._driver.lend() as worker:
-                    step = worker.step(new, drop=drop, answer_s=answer_s)
+                    step = worker.ask(BatchStep(requests=new, drop=drop, answer_s=answer_s))
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
@@ -307,7 +305,6 @@ class Dispatcher:
         return rows
 
     def _apply_step(self, step: BatchStepped) -> None:
-        """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
         self.metrics.stepped(step)
         updates: list[tuple[Answer, Update]] = []

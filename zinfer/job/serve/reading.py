@@ -4,6 +4,7 @@ Two threads have prompts read by a `TokenizerProcess`, each in a child of its ow
 second of CPU time, and one for long prompts, or slower ones. In both, clients take turns.
 """
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -29,30 +30,29 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompt of a client to read, and its owner."""
-
     client: Hashable
     prompt: Any
     owner: Any
 
 
-class _Queue:
-    """Queue of prompts whose clients take turns."""
+class _Turns(queue.Queue[_Part | None]):
+    """Queue of prompts whose clients take turns, and of None at the end."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[_Part]] = {}  # by client, the next one first
+    def _init(self, _maxsize: int) -> None:
+        self._waiting: dict[Hashable, deque[_Part | None]] = {}  # by client, the next one first
 
-    def put(self, part: _Part) -> None:
-        self._waiting.setdefault(part.client, deque()).append(part)
+    def _qsize(self) -> int:
+        return len(self._waiting)
 
-    def get(self) -> _Part | None:
-        if not self._waiting:
-            return None
+    def _put(self, part: _Part | None) -> None:
+        self._waiting.setdefault(None if part is None else part.client, deque()).append(part)
+
+    def _get(self) -> _Part | None:
         client = next(iter(self._waiting))
-        parts_of_client = self._waiting.pop(client)
-        part = parts_of_client.popleft()
-        if parts_of_client:
-            self._waiting[client] = parts_of_client
+        parts = self._waiting.pop(client)
+        part = parts.popleft()
+        if parts:
+            self._waiting[client] = parts
         return part
 
 
@@ -64,61 +64,44 @@ class Reader:
     """
 
     def __init__(
-        self, tokenizer: Tokenizes, on_read: Callable[[list[tuple[Any, Ids]]], None], wanted: Callable[[Any], bool]
+        self, tokenizer: Tokenizes, on_read: Callable[[Any, Ids], None], wanted: Callable[[Any], bool]
     ) -> None:
         self._tokenizer, self._on_read, self._wanted = tokenizer, on_read, wanted
-        self._changed = threading.Condition()
-        self._short, self._long = _Queue(), _Queue()
+        self._short, self._long = _Turns(), _Turns()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=args, daemon=True, name="reader")
-            for args in ((self._short, self._read_short), (self._long, self._read_long))
+            for args in ((self._short, tokenizer.encode_quickly), (self._long, tokenizer.encode_alone))
         ]
         for thread in self._threads:
             thread.start()
 
     def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
         """Queue the prompts of a client, each with its owner."""
-        with self._changed:
-            for prompt, owner in asked:
-                queue = self._long if characters(prompt) > QUICK_CHARACTERS else self._short
-                queue.put(_Part(client, prompt, owner))
-            self._changed.notify_all()
+        for prompt, owner in asked:
+            turns = self._long if characters(prompt) > QUICK_CHARACTERS else self._short
+            turns.put(_Part(client, prompt, owner))
 
     def close(self) -> None:
         """End the process and the threads; prompts that wait are discarded."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         self._tokenizer.close()
+        for turns in (self._short, self._long):
+            turns.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _run(self, queue: _Queue, read: Callable[[_Part], None]) -> None:
-        while True:
-            with self._changed:
-                while (part := queue.get()) is None and not self._closed:
-                    self._changed.wait()
-                if self._closed or part is None:
-                    return
-            if self._wanted(part.owner):
-                try:
-                    read(part)
-                except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._report(part, Refusal(UNREAD, error_line(error)))
-
-    def _read_short(self, part: _Part) -> None:
-        ids = self._tokenizer.encode_quickly(part.prompt)
-        if ids is not None:
-            self._report(part, ids)
-            return
-        with self._changed:
-            self._long.put(part)
-            self._changed.notify_all()
-
-    def _read_long(self, part: _Part) -> None:
-        self._report(part, self._tokenizer.encode_alone(part.prompt))
-
-    def _report(self, part: _Part, ids: Ids) -> None:
-        if not self._closed:
-            self._on_read([(part.owner, ids)])
+    def _run(self, turns: _Turns, encode: Callable[[Any], Ids | None]) -> None:
+        while (part := turns.get()) is not None and not self._closed:
+            if not self._wanted(part.owner):
+                continue
+            try:
+                ids = encode(part.prompt)
+            except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
+                ids = Refusal(UNREAD, error_line(error))
+            if self._closed:
+                return
+            if ids is None:
+                self._long.put(part)
+            else:
+                self._on_read(part.owner, ids)

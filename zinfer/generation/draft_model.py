@@ -99,7 +99,6 @@ class ModelDrafter:
         self._engine.clear()
 
     def _begin(self, rows: Mapping[int, Several[int]]) -> None:
-        """Compute the tokens of rows that are new."""
         last = self._spec.max_position or 1 << 30
         new = {key: list(ids) for key, ids in rows.items() if key not in self._computed and 0 < len(ids) <= last}
         if not new:
@@ -154,7 +153,6 @@ class ModelDrafter:
         self._parts = [(batch, [key for _, keys in self._parts for key in keys if key is not None])]
 
     def _capacity(self) -> int:
-        """Return the positions of a micro-batch without gaps, with room for drafts."""
         return (max(self._computed.values()) // tuning.DRAFTS.growth + 2) * tuning.DRAFTS.growth
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
@@ -164,7 +162,6 @@ class ModelDrafter:
     def _run(
         self, rows: Mapping[int, Sequence], known: Mapping[int, list[int]], counts: Mapping[int, int]
     ) -> dict[int, list[int]]:
-        """Compute the tokens that rows lack, and draft."""
         engine = self._engine
         ((batch, keys),) = self._parts
         # Of rows that have ended, or have no drafts, a token of no meaning is computed.

@@ -147,7 +147,6 @@ class Drafts:
         return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
-        """Return the expected tokens from all rows' first, second, .. drafts."""
         chances = {key: self._chance(key) for key in counts}
         return [
             sum(chances[key] ** (index + 1) for key, count in counts.items() if count > index)

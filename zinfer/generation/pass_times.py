@@ -52,7 +52,6 @@ class PassTimes:
             self._joined_s = tuned.joined_s * model.num_layers
 
     def _forwards(self, load: PassLoad) -> int:
-        """Return the number of the model's forward passes in a pass."""
         return load.prompts + (min(1, load.batches) if self.joins else load.batches)
 
     def launch_seconds(self, load: PassLoad) -> float:
@@ -84,10 +83,6 @@ class PassTimes:
 
     def _hidden_tokens(self, load: PassLoad) -> int:
         return max(0, int((self.link_s - self.compute_seconds(load)) / self._prompt_s))
-
-    def prompt_seconds(self, tokens: int) -> float:
-        """Return the seconds of computing prompt tokens."""
-        return self._prompt_s * tokens
 
     def tokens_in(self, seconds: float) -> int:
         """Return the prompt tokens computed in `seconds`; none if the plan does not know."""

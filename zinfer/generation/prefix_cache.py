@@ -92,7 +92,6 @@ class PrefixCache:
         return path
 
     def _add(self, tokens: list[int], first: int, path: list[Node], kept: KVSnapshot) -> None:
-        """Add a node after those of `path`, and to them."""
         parent = path[-1] if path else None
         node = Node(tokens, first, parent, kept)
         self._siblings(node)[tokens[0]] = node
@@ -138,7 +137,6 @@ class PrefixCache:
             self._drop(oldest)
 
     def _drop(self, node: Node) -> None:
-        """Drop a node without children."""
         self.version += 1
         node.kept.close()
         self.held -= node.kept.nbytes

@@ -66,7 +66,6 @@ class PlannedBatch:
         self._count()
 
     def _count(self) -> None:
-        """Note which rows have not ended, and their padding."""
         self.alive = [index for index, row in enumerate(self.rows) if row is not None]
         self.living = [row for row in self.rows if row is not None]
         pads = [self._pads[index] for index in self.alive]
@@ -225,7 +224,7 @@ class Schedule:
     tally: Tally = field(default_factory=Tally)
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
-    _debt: float = 0.0  # cost of free rows so far: in seconds, or in passes where prompts have a pass of their own
+    _debt: float = 0.0  # cost of free rows so far, in passes, where prompts have a pass of their own
     _whole: Limits | None = None  # limits before memory fell short
     _calm: int = 0  # passes since then, or since the limits last rose
     _crowd: int = 1 << 62  # rows that had no room to grow
@@ -361,7 +360,6 @@ class Schedule:
     # Shares
 
     def _hold(self) -> None:
-        """Tell the queue how many rows of each request run."""
         if self.arrivals:
             self.waiting.hold(Counter(row.owner for batch in self.batches for row in batch.living))
 
@@ -434,7 +432,6 @@ class Schedule:
         self.batches = [batch for batch in self.batches if batch.alive]
 
     def _move_rows(self, moves: list[Move], sources: Several[PlannedBatch]) -> PlannedBatch:
-        """Move the living rows of `sources` into one micro-batch."""
         rows = [row for batch in sources for row in batch.living]
         tokens = [batch.computed(index) for batch in sources for index in batch.alive]
         length = max(tokens)
@@ -445,7 +442,6 @@ class Schedule:
         return new_batch
 
     def _capacity(self, length: int, left: int) -> int:
-        """Return the capacity for `length` positions and up to `left` more tokens."""
         capacity = length + max(1, left) + self.ahead
         if self.able.regroups is not True:
             return capacity + ceil(self.slack * left)
@@ -453,7 +449,6 @@ class Schedule:
         return min(capacity, -(-(length + 1 + self.ahead) // self.step) * self.step + self.step // 2)
 
     def _compact(self, moves: list[Move]) -> None:
-        """Compact micro-batches with much padding, the worst first."""
 
         def waste(batch: PlannedBatch) -> int:
             rows, length = batch.compact
@@ -554,16 +549,15 @@ class Schedule:
         """Return the works of prompts for a pass with the works `decoding`; new micro-batches are admitted."""
         tuned = tuning.TUNED
         min_tokens = tuned.min_prompt_tokens
-        budget, hidden = self.times.tokens, 0
+        budget = self.times.tokens
         if self.able.one_pass:
             load = load_of_pass(decoding)
             hidden = self.times.room(load._replace(prompts=load.prompts + 1))
-            budget = max(hidden, min(self._flow(), hidden + self.times.tokens_in(self.times.seconds(load))))
-            budget = budget if budget >= min_tokens else budget + self._overtime(load)
-            budget = budget if decoding and budget < min_tokens else max(budget, min_tokens)
+            flow = min(self._flow(), hidden + self.times.tokens_in(self.times.seconds(load)))
+            budget = max(hidden, flow, min_tokens)
         elif not self.able.regroups:  # the micro-batch runs to its end: all rows that fit
             budget = 1 << 62
-        works, began = list[PlannedWork](), budget
+        works = list[PlannedWork]()
 
         def admit(tokens: int, alone: bool) -> bool:
             nonlocal budget
@@ -585,8 +579,6 @@ class Schedule:
         for _ in range(tuned.new_batches if self.able.pads else tuned.many_batches):  # rows of one length are few
             if not self.waiting or not admit(budget, not (decoding or works)) or not self.able.one_pass:
                 break
-        if self.able.one_pass:
-            self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
 
     def _share_of(self, budget: int, unfinished: Several[PlannedBatch]) -> int:
@@ -607,18 +599,6 @@ class Schedule:
         passes = (1 - (1 - self.ending) ** left) / self.ending if self.ending else left
         return ceil(ceil(rows / max(1.0, passes)) * sum(row.length for row in front) / len(front))
 
-    def _overtime(self, load: PassLoad) -> int:
-        """Return how many prompt tokens may lengthen the pass, where few hide: as much time as free rows, which waiting
-        ones could take, have cost (ski rental). A pass becomes twice as long, or by `min_prompt_tokens`, at most."""
-        running, tuned = load.rows, tuning.TUNED
-        if not running or not self.waiting:
-            return 0
-        seconds = self.times.seconds(load)
-        free = max(0, min(len(self.waiting), self._free_rows()), running / tuned.patience if self._newcomer else 0)
-        max_debt = max(seconds, self.times.prompt_seconds(tuned.min_prompt_tokens + 1))
-        self._debt = min(max_debt, self._debt + seconds * free / running)
-        return self.times.tokens_in(self._debt)
-
     def _need(self, rows: Several[Sequence]) -> NDArray[Any]:
         """Return the positions of rows at `_TIMES`, each to its end."""
         left = np.array([row.left for row in rows], dtype=np.int64)[:, None]
@@ -633,7 +613,6 @@ class Schedule:
         return rows * self._capacity(width, end) * (end > _TIMES)
 
     def _usage(self) -> NDArray[Any]:
-        """Return the positions that are taken at `_TIMES`."""
         if self.able.regroups is False:
             held = [batch.reserved * (batch.max_remaining > _TIMES) for batch in self.batches]
             return np.asarray(sum(held, 0 * _TIMES))

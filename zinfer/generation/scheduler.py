@@ -41,7 +41,7 @@ from zinfer.generation.schedule import (
     positions_of,
 )
 from zinfer.generation.sequence import Sequence
-from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
+from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.system.host import host_bytes
 
@@ -115,13 +115,11 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
 
 
 def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
-    """Return the text before the first of the sequence's stops; None if it contains none. Looks for stops in new text
-    alone, whatever their lengths."""
+    """Return the text before the first of the sequence's stops; None if it contains none."""
     if not sequence.stop:
         return None
     text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
-    seen, sequence.searched = sequence.searched, max(0, len(text.rstrip(UNFINISHED)) - tuning.TUNED.loose_characters)
-    if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
+    if not any(stop in text for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
     places = [start for stop in sequence.stop if (start := text.find(stop)) >= 0]
@@ -283,12 +281,10 @@ class ContinuousScheduler:
         return [PlannedWork(batch, count if batch.running else tokens) for batch, tokens in works], drafts
 
     def _rest_drafts(self, batch: PlannedBatch) -> None:
-        """Free the draft memory of rows that do not run for now."""
         for row in batch.living:
             self.drafts.drafter.discard(row.key)
 
     def _roll_back(self, works: Several[PlannedWork]) -> None:
-        """Have the engine forget the positions of drafts that were rejected."""
         for batch, count in works:
             if not batch.running or count == 1:
                 continue
@@ -361,7 +357,6 @@ class ContinuousScheduler:
         batch.micro_batch, batch.on_host = micro_batch, micro_batch.host_rows > 0
 
     def _drop(self, batch: PlannedBatch) -> None:
-        """Free the KV cache of a micro-batch."""
         micro_batch, batch.micro_batch = batch.micro_batch, None
         if micro_batch is not None:
             self.engine.retire(micro_batch)
@@ -444,7 +439,6 @@ class ContinuousScheduler:
             self.schedule.tally.again += computed - kept
 
     def _keep_noted(self) -> None:
-        """Keep the keys and values of rows that were noted."""
         noted, self._to_keep = self._to_keep, []
         for token_ids, micro_batch, index in noted:
             self.prefixes.keep(token_ids, self.engine, micro_batch, index)
@@ -556,7 +550,6 @@ def _micro_batch(batch: PlannedBatch) -> MicroBatch:
 
 
 def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Cut a micro-batch's drafts to the row with fewest."""
     keys = [row.key for row in batch.living]
     fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
     return {key: drafts[key][:fewest] for key in keys} if fewest else {}

@@ -28,7 +28,6 @@ class Sequence(Request):
     scores: "list[Score]" = field(default_factory=list)
     prompt_scores: "list[Score]" = field(default_factory=list)
     running: RunningText = field(default_factory=RunningText, repr=False)
-    searched: int = 0  # characters of its text in which there is none of its stops
     sent: int = 0  # output tokens that updates have told
     shown: str = ""  # text that updates have told
 

@@ -74,7 +74,6 @@ def load_tokenizer(directory: Path | None) -> "PreTrainedTokenizerBase":
 
 
 def _is_tokenizer(name: str) -> bool:
-    """Tell whether `transformers` has a tokenizer class of this name."""
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 

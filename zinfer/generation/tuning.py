@@ -21,7 +21,7 @@ class Tuning:
     expanded_share: float = 0.03  # of the device's memory, for keys and values that attention copies for its heads
     working_share: float = 0.08  # of a GPU's memory, which the KV cache leaves to the work of a pass
     request_share: int = 4  # a request keeps at most this fraction (1 / n) of rows while others wait
-    patience: int = 4  # passes after which prompts of a request without a row make a pass longer, or have their own
+    patience: int = 4  # passes after which prompts of a request without a row have a pass of their own
 
     # Prompts of a pass
     at_first: Efficiency = AT_FIRST
@@ -73,7 +73,6 @@ class Tuning:
 
     # Text
     settled: int = 16  # tokens after which the text before them is not decoded again
-    loose_characters: int = 8  # at the end of a text, which the next token may change
 
 
 TUNED = Tuning()

@@ -68,7 +68,6 @@ def levels_off(rates: dict[int, float]) -> bool:
 
 
 def _edge(good: int, bad: int, guess: int, rates: dict[int, float]) -> Batches:
-    """Search for the largest batch that runs, and time it."""
     largest_timed = good
     batch, stride = (guess, 1) if guess > good else (2 * good, good)
     while good and bad - good > 1:

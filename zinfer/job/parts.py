@@ -91,14 +91,12 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
 
 
 def _common(headers: list[Header]) -> list[Header]:
-    """Merge the headers of all parts, by machine and versions."""
     revisions = {word for header in headers for word in header.model_revision.split(",") if word}
     alike = {"shard": None, "complete": False, "model_revision": ",".join(sorted(revisions))}
     return [*{_undated(header): header.model_copy(update=alike) for header in reversed(headers)}.values()][::-1]
 
 
 def _undated(header: Header) -> str:
-    """Return the machine and the versions of a header."""
     return f"{header.machine} {sorted(header.versions.items())}"
 
 

@@ -84,7 +84,6 @@ def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
 
 
 def _sources(sweep: Sweep) -> Iterator[tuple[str, Asked]]:
-    """Yield name and requests of the file and of each distribution."""
     if sweep.requests is not None:
         path = Path(sweep.requests)
         requests = read_file(path)[: sweep.num_requests]

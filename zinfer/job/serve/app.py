@@ -12,13 +12,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from zinfer.core.request import Failure, Update, nth_seed
@@ -47,12 +48,10 @@ def _error_body(failure: Failure) -> dict[str, Any]:
 
 
 def _error(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the answer to a request that failed, in OpenAI's form."""
     return _json(_error_body(failure), failure.status, headers)
 
 
 def _refusal(refused: Refused) -> Response:
-    """Return the answer to a request that is refused."""
     headers = {} if refused.retry_s is None else {"retry-after": str(refused.retry_s)}
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -209,71 +208,49 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class Events(Response):
-    """Answer as server-sent events."""
+class Events(StreamingResponse):
+    """Answer as server-sent events. `close` is called at its end, whatever that is."""
 
-    def __init__(self, desk: Desk, exchange: Exchange) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._desk, self._exchange = desk, exchange
-        self.headers["content-type"] = "text/event-stream; charset=utf-8"
-        del self.headers["content-length"]
+    def __init__(self, exchange: Exchange, close: Callable[[], object]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_events(exchange), headers=headers, media_type="text/event-stream")
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            async for part in self._parts(gone):
-                if isinstance(part, Response):
-                    await part(scope, receive, send)
-                    return
-                await send(part)
+            await super().__call__(scope, receive, send)
         finally:
-            gone.cancel()
-            self._desk.close(self._exchange)
-
-    async def _parts(self, gone: "asyncio.Future[None]") -> AsyncIterator[Message | Response]:
-        """Yield the messages of the response, or one response of an error. That is for a request that fails before any
-        text.
-
-        Ends where the client is gone.
-        """
-        exchange, begun = self._exchange, False
-        while not gone.done():
-            changed = await _changed(exchange, gone, QUIET_S)
-            if gone.done():
-                return
-            failure, chunks = exchange.failure, exchange.chunks()
-            if failure is not None and not begun and not chunks:
-                yield _error(failure)
-                return
-            if not begun:
-                yield {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                begun = True
-            lines = [exchange.chunk([chunk]) for chunk in chunks]
-            over = exchange.over or failure is not None
-            if over and exchange.asked.usage and failure is None:
-                lines.append(exchange.chunk([], usage=True))
-            text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
-            if failure is not None:
-                text += f"data: {json.dumps(_error_body(failure.model_copy(update={'param': None})))}\n\n"
-            elif over:
-                text += "data: [DONE]\n\n"
-            if not changed and not text:
-                text = ": waiting\n\n"
-            if text or over:
-                yield {"type": "http.response.body", "body": text.encode(), "more_body": not over}
-            if over:
-                return
+            self._close()
 
 
-async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s: float | None = None) -> bool:
-    """Wait for an update, the client's end, or `patience_s`; return True for an update."""
+async def _events(exchange: Exchange) -> AsyncIterator[str]:
+    """Yield the text that has come as events, or a comment where none has."""
+    while True:
+        failure = exchange.failure
+        lines = [exchange.chunk([choice]) for choice in exchange.chunks()]
+        over = exchange.over or failure is not None
+        if over and exchange.asked.usage and failure is None:
+            lines.append(exchange.chunk([], usage=True))
+        if failure is not None:
+            lines.append(_error_body(failure.model_copy(update={"param": None})))
+        text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
+        if over and failure is None:
+            text += "data: [DONE]\n\n"
+        yield text or ": waiting\n\n"
+        if over:
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(exchange.changed.wait(), QUIET_S)
+        exchange.changed.clear()
+
+
+async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s: float | None) -> None:
+    """Wait for an update, the client's end, or `patience_s`."""
     waiter = asyncio.ensure_future(exchange.changed.wait())
     try:
         both: set[asyncio.Future[Any]] = {waiter, gone}
         await asyncio.wait(both, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        changed = exchange.changed.is_set()
         exchange.changed.clear()
-        return changed
     finally:
         waiter.cancel()
 
@@ -318,7 +295,6 @@ class Gate:
 
 
 def _line(scope: Scope, status: int, seconds: float) -> str:
-    """Return a log line of an ended request, without its content."""
     line = f"{scope['method']} {scope['raw_path'].decode('latin-1')[:100]} {status or 'gone'}"
     if (exchange := scope.get(EXCHANGE)) is not None:
         prompts, answers = exchange.tokens
@@ -384,20 +360,21 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
             desk.held -= len(body)
             raise
         del body, asked
-        if exchange.asked.stream:
-            return Events(desk, exchange)
+        stream = exchange.asked.stream
         gone = asyncio.ensure_future(_until_gone(request.receive))
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(desk.close, exchange)
+            at_end.callback(gone.cancel)
             while not exchange.over and exchange.failure is None:
-                await _changed(exchange, gone)
+                await _changed(exchange, gone, QUIET_S if stream else None)
                 if gone.done():
                     return Response(status_code=GONE)
-        finally:
-            gone.cancel()
-            desk.close(exchange)
-        if (failure := exchange.failure) is not None:
-            return _error(failure)
-        return _json(exchange.body())
+                if stream:
+                    break
+            failure = exchange.failure
+            if failure is not None and not (stream and any(answer.text for answer in exchange.answers)):
+                return _error(failure)
+            return Events(exchange, at_end.pop_all().close) if stream else _json(exchange.body())
 
     app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
     app.add_route(openai.CHAT, partial(answered, chat=True), ["POST"])

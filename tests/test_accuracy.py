@@ -26,9 +26,9 @@ from zinfer.cli import cli
 from zinfer.core.case import Case, Option, Workload
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
-from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.generation.tokenizer_process import TokenizerProcess, windows
 from zinfer.job import accuracy as study
-from zinfer.job.accuracy import AccuracyStudy, windows
+from zinfer.job.accuracy import AccuracyStudy
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record import study as studies
 from zinfer.record.study import Deviation, Failed, Position, StudyError

@@ -23,6 +23,7 @@ from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import NO_TOKENS
+from zinfer.record.study import StudyError
 from zinfer.system import scratch
 from zinfer.system.ending import at_end
 
@@ -110,14 +111,6 @@ class TokenizerProcess:
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
         kind = "prompt" if isinstance(prompt, str) else "conversation"
         return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", _exceeds(kind, seconds))
-
-    def encode_document(self, text: str) -> list[int]:
-        """Return the token ids of a long text, without special ones. Raises ModelError."""
-        seconds = PROMPT_S + MILLION_S * len(text) / 1e6
-        answer = self._ask(seconds, prompt=text, special=False, max_tokens=None)
-        if "answer" not in answer:
-            raise ModelError(answer.get("why", _exceeds("text", seconds)))
-        return list(answer["answer"])
 
     def close(self) -> None:
         """End the process; calls under way get no answer. Safe to call twice."""
@@ -237,6 +230,26 @@ def _received(connection: Connection, seconds: float) -> dict[str, Any]:
 
 def _exceeds(kind: str, seconds: float) -> str:
     return f"reading the {kind} takes more than {seconds:.0f} s of CPU time, or more memory than it may have"
+
+
+def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
+    """Return `count` windows of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
+    No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
+    is too short, ModelError if it cannot be tokenised."""
+    bos, first = tokenizer.facts.bos, tokenizer.encode_alone("")
+    begin = [bos] if bos is not None and first[:1] == [bos] else []
+    token_ids = tokenizer.encode_alone(text, special=False)
+    if isinstance(token_ids, Refusal):
+        raise ModelError(token_ids.message)
+    size = length - len(begin)
+    if count * size > len(token_ids):
+        raise StudyError(
+            f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}: give a longer "
+            "--prompt-file, or fewer --samples"
+        )
+    last = len(token_ids) - size
+    starts = [index * last // max(1, count - 1) for index in range(count)]
+    return [begin + token_ids[start : start + size] for start in starts], len(token_ids)
 
 
 def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:

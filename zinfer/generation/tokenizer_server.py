@@ -150,7 +150,7 @@ def serve(connection: Connection, checkpoint: Checkpoint, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         signal.setitimer(signal.ITIMER_REAL, wall_s(asked["seconds"]))
         try:
-            answer = {"answer": checkpoint.encode(**asked["request"])}
+            answer: dict[str, Any] = {"answer": checkpoint.encode(**asked["request"])}
         except BaseException as error:
             check_library(error)
             answer = {"why": error_line(error)}

@@ -18,7 +18,7 @@ from zinfer.checkpoint.headers import Checkpoint
 from zinfer.core.case import Case
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
-from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.generation.tokenizer_process import TokenizerProcess, windows
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import Plan
@@ -133,10 +133,7 @@ class AccuracyStudy:
                 yield worker
 
     def _batches(self) -> tuple[list[list[AccuracyRow]], frozenset[int]]:
-        """Return the rows of each batch, and the end tokens.
-
-        Raises StudyError if the text is too short, ModelError for a tokenizer that cannot be used.
-        """
+        """Return the rows of each batch, and the end tokens."""
         load = self.reference.case.workload
         cut, size = load.input_len, load.batch_size
         with TokenizerProcess(self.reference.model) as tokenizer:
@@ -144,26 +141,6 @@ class AccuracyStudy:
             ends = frozenset(token for token, *_ in tokenizer.facts.ends)
         rows = [AccuracyRow(chunk[:cut], tokens) for chunk in pieces for tokens in (None, chunk[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
-
-
-def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
-    """Return `count` windows of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
-
-    No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
-    is too short.
-    """
-    bos, first = tokenizer.facts.bos, tokenizer.encode_alone("")
-    begin = [bos] if bos is not None and first[:1] == [bos] else []
-    token_ids = tokenizer.encode_document(text)
-    size = length - len(begin)
-    if count * size > len(token_ids):
-        raise StudyError(
-            f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}: give a longer "
-            "--prompt-file, or fewer --samples"
-        )
-    last = len(token_ids) - size
-    starts = [index * last // max(1, count - 1) for index in range(count)]
-    return [begin + token_ids[start : start + size] for start in starts], len(token_ids)
 
 
 def _deviations(case: Case, batches: Sequence[Recorded], positions: Sequence[list[list[Position]]]) -> list[Deviation]:

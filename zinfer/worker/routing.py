@@ -16,7 +16,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.experts.modules import routed_experts
 from zinfer.engine.stream.experts.pool import ExpertCache, Policy
-from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.generation.tokenizer_process import TokenizerProcess, windows
 from zinfer.plan.bytes import whole_tokens
 from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched
 from zinfer.worker import process
@@ -100,12 +100,7 @@ def measure(
     """Measure `count` chunks of `length` tokens of `text`, (name, content). Raises StudyError."""
     start = process.study_header("stream")
     with TokenizerProcess(spec) as tokenizer:
-        token_ids = tokenizer.encode_document(text[1])
-    if len(token_ids) < count * length:
-        raise StudyError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
-    last = len(token_ids) - length
-    begins = [number * last // max(1, count - 1) for number in range(count)]
-    chunks = [token_ids[begin : begin + length] for begin in begins]
+        chunks, _ = windows(tokenizer, text[1], count, length)
     steps: list[Step] = []
     watched = None
     for watched in trace(spec, chunks):

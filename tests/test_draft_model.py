@@ -283,8 +283,6 @@ class Timed:
     def token_s(self) -> float | None:
         return self._token_s
 
-    def begin(self, rows: Any) -> None: ...
-
     def draft(self, rows: Mapping[int, sequence.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.calls.append(max(counts.values()))
         return {key: [7] * count for key, count in counts.items()}

@@ -48,9 +48,6 @@ class Oracle:
 
     token_s = None
 
-    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        assert rows.keys() <= self._answers.keys()
-
     def draft(self, rows: Mapping[int, sequence.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         return {key: self._of_row(key, len(rows[key].output_ids), count) for key, count in counts.items()}
 

@@ -1,7 +1,7 @@
 """Drafts of a small model that stays on the device: speculative decoding (Leviathan et al. 2023).
 
 Its engine keeps the running rows in one micro-batch, whatever the scheduler has. It works on a CUDA stream of its own,
-between the passes and during the first of a row, while the ring goes on bringing weights. Each token is drawn by the
+between the passes, while the ring goes on bringing weights. Each token is drawn by the
 sampler with the waiting times that the row has for its place, as the large model's will be: so both draw the same one
 often, and the text is that without drafts.
 """
@@ -50,11 +50,6 @@ class ModelDrafter:
     def token_s(self) -> float | None:
         """Seconds in which a token of all rows is drafted, as measured; None before the first."""
         return sorted(self._recent)[len(self._recent) // 2] if self._recent else None
-
-    def begin(self, rows: Mapping[int, Several[int]]) -> None:
-        """Compute new rows' known tokens, by key, while other work runs; they join the others later."""
-        with self._guarded():
-            self._begin(rows)
 
     def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         last = self._spec.max_position or 1 << 30

@@ -29,9 +29,6 @@ class Drafter(Protocol):
     def token_s(self) -> float | None:
         """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
 
-    def begin(self, rows: Mapping[int, Several[int]]) -> None:
-        """Prepare rows, by key, whose known tokens a pass will compute."""
-
     def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
         """Return up to `counts` tokens for some of `rows`, by key."""
 
@@ -45,9 +42,6 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, dict[tuple[int, ...], int]]] = {}  # tokens indexed; place behind each n-gram
-
-    def begin(self, rows: Mapping[int, Several[int]]) -> None:
-        pass
 
     def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         return {key: self._of_row(key, rows[key].known_ids, count) for key, count in counts.items()}
@@ -176,11 +170,6 @@ class Drafts:
         self._pause = max(self._next_pause, int((drafted_s + token_s - plain_s) / (tuning.DRAFTS.trying * plain_s)))
         self._next_pause = min(tuning.DRAFTS.longest_pause, 2 * self._next_pause)
         return 1
-
-    def begin(self, rows: Mapping[int, Several[int]]) -> None:
-        """Prepare for rows that a pass is about to compute; not during a pause."""
-        if rows and not self._pause:
-            self.drafter.begin(rows)
 
     def passed(self, seconds: float) -> None:
         """Note the seconds of a pass of running rows."""

@@ -478,8 +478,6 @@ class ContinuousScheduler:
         for (batch, count), whole in zip(works, scored, strict=True):
             keep = count if whole or batch.running else 1
             asked.append(Work(_micro_batch(batch), self._token_ids(batch, count, drafts), keep))
-        first = [batch for batch, count in works if not batch.running and batch.length + count >= batch.width]
-        self.drafts.begin({row.key: row.known_ids for batch in first for row in batch.living if row.left > 1})
         outputs = self.engine.forward(asked)
         chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
         tokens, finite = list[Tensor](), list[Tensor]()

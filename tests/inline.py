@@ -14,6 +14,7 @@ from zinfer.checkpoint.source import Source
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import LayerSpec, ModelSpec
+from zinfer.engine import EngineError
 from zinfer.job import recipe
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import FINAL, Events, LoadJob, Outcome, prepare, run
@@ -21,7 +22,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import Load, Loaded, Measure
+from zinfer.worker.tasks import Facts, Load, Measure
 
 MACHINE = Machine(
     name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30
@@ -52,11 +53,11 @@ class FakeWorker(InlineWorker):
     def __call__(self, _target: str, **_settings: Any) -> Self:
         return self
 
-    def _load_point(self, _session: Session, request: Load) -> Loaded:
+    def _load_point(self, _session: Session, request: Load) -> Facts:
         self.loads += 1
-        case = request.plan.case
-        refused = Measurement(case=case, status="unsupported", machine="test", stage="load", error="no")
-        return Loaded(refused=refused if case.offload == self.refuse_offload else None)
+        if request.plan.case.offload == self.refuse_offload:
+            raise EngineError("no")
+        return Facts()
 
     def _measure_point(self, _session: Session, request: Measure) -> Measurement:
         case = request.case

@@ -24,7 +24,7 @@ from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan
-from zinfer.record.measurement import Measurement, Status
+from zinfer.record.measurement import Status
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
@@ -33,8 +33,8 @@ from zinfer.worker.tasks import (
     BatchStarted,
     BatchStep,
     BatchStepped,
+    Facts,
     Load,
-    Loaded,
 )
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
@@ -62,7 +62,7 @@ class OutOfMemoryError(ValueError):
     """Stands for torch's."""
 
 
-FAILURES: dict[Status, type[Exception]] = {"oom_gpu": OutOfMemoryError, "crashed": ValueError}
+FAILURES: dict[Status, type[Exception]] = {"oom_gpu": OutOfMemoryError, "oom_host": MemoryError, "crashed": ValueError}
 PROMPTS: dict[int, str] = {}  # by the first of their ids
 
 
@@ -117,12 +117,11 @@ class InlineRows(InlineWorker):
     def __call__(self) -> Self:
         return self
 
-    def _load_point(self, _session: Session, request: Load) -> Loaded:
+    def _load_point(self, _session: Session, _request: Load) -> Facts:
         self.loads += 1
-        if self.refused is None:
-            return Loaded()
-        point = Measurement(case=request.plan.case, status=self.refused, machine="test", stage="load", error="no")
-        return Loaded(refused=point)
+        if self.refused is not None:
+            raise FAILURES[self.refused]("no memory")
+        return Facts()
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["task"] != "load":

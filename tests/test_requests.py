@@ -37,7 +37,6 @@ from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
 from zinfer.plan.planner import make_plan
 from zinfer.record.export import request_table
-from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSample
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.report import requests as report_requests
@@ -47,7 +46,7 @@ from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session, facts_of
-from zinfer.worker.tasks import Answer, Command, Load, Loaded, MeasureRequests
+from zinfer.worker.tasks import Answer, Command, Facts, Load, MeasureRequests
 
 SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
@@ -93,7 +92,7 @@ class Time:
 
         engine.forward = timed
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -117,10 +116,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RequestPoin
     def run(asked: RequestLoad, **options: Any) -> tuple[RequestPoint, Time]:
         worker = worker_of(**options)
         fake = Time(worker.session.engine)
-        real = clock_of_requests.run_load
         with monkeypatch.context() as patch:
-            timed = partial(real, clock=fake.clock, sleep=fake.sleep)
-            patch.setattr(clock_of_requests, "run_load", timed)
+            patch.setattr(clock_of_requests, "time", fake)
             point = measure(worker, asked, rows(asked))
         return point, fake
 
@@ -361,9 +358,9 @@ class Quick(InlineWorker):
     def __init__(self, _target: str, **settings: Any) -> None:
         super().__init__(instead={Load: self._load_here}, **settings)
 
-    def _load_here(self, session: Session, request: Load) -> Loaded:
+    def _load_here(self, session: Session, request: Load) -> Facts:
         session.engine, session.facts = FakeEngine(request.plan), facts_of(request.plan)
-        return Loaded(load_s=0.1, load_bytes=1)
+        return Facts(load_s=0.1, load_bytes=1)
 
 
 def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome:
@@ -464,10 +461,8 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_load_that_is_refused_is_the_status_of_its_first_point(tmp_path: Path) -> None:
-    def refuse(_session: Any, request: Load) -> Loaded:
-        return Loaded(
-            refused=Measurement(case=request.plan.case, status="oom_host", machine="t", stage="load", error="no")
-        )
+    def refuse(_session: Any, _request: Load) -> Facts:
+        raise MemoryError("no memory")
 
     worker = partial(InlineWorker, instead={Load: refuse})
     outcome = swept(tmp_path / "r.jsonl", small(in_flight=[2, 3]), worker)

@@ -33,7 +33,7 @@ from zinfer.worker.generation import batch_step
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStep, BatchStepped, Load, Loaded
+from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load
 
 PROMPTS = ["Once upon a time", "ab", "etaoin shrdlu, etaoin", "x" * 40]
 
@@ -408,9 +408,9 @@ def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
     steps = 0
     engine = worker.session.engine
 
-    def loads(session: Session, _request: Load) -> Loaded:
+    def loads(session: Session, _request: Load) -> Facts:
         session.engine = engine
-        return Loaded()
+        return Facts()
 
     def dies(session: Session, request: BatchStep) -> BatchStepped:
         nonlocal steps

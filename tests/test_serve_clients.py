@@ -15,7 +15,7 @@ from zinfer.job.serve import server as serve_server
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStep, BatchStepped, Load, Loaded
+from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load
 
 PLAN = make_plan(CASE, SPEC, MACHINE)
 TEXTS = "/v1/completions"
@@ -130,7 +130,7 @@ def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
     gate, workers = threading.Event(), list[ServedRows]()
 
     class Dying(ServedRows):
-        def _load_point(self, session: Session, request: Load) -> Loaded:
+        def _load_point(self, session: Session, request: Load) -> Facts:
             if len(workers) > 1:
                 gate.wait(60)
             return super()._load_point(session, request)

@@ -253,7 +253,7 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
         assert server.ask("/health")[:2] == (503, {"status": "loading"})
         gate.set()
         server.wait(lambda: server.fault is not None)
-    assert server.fault == "oom_gpu: loading failed: no"
+    assert server.fault == "oom_gpu: no memory"
 
 
 def test_an_engine_that_reuses_no_prefixes_says_so() -> None:

@@ -38,12 +38,11 @@ from zinfer.system.documents import DocumentError
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.process import LoadRefused, TaskFailed, Worker, WorkerDied
+from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
-    About,
     BatchStart,
     BatchStarted,
     BatchStep,
@@ -51,7 +50,6 @@ from zinfer.worker.tasks import (
     Command,
     Facts,
     Load,
-    Loaded,
     LogitsCompare,
     LogitsCompared,
     LogitsFile,
@@ -281,12 +279,12 @@ def test_a_failure_ends_a_command_with_the_code_of_its_kind(
         raise error
 
     plan = make_plan(case(), SPEC, MACHINE)
-    worker = InlineWorker(fail, instead={About: fail})
-    for ask in (lambda: worker.ask(About()), lambda: worker.load(plan)):
+    worker = InlineWorker(fail, instead={PrefixReuse: fail})
+    for ask in (lambda: worker.ask(PrefixReuse(context=9, new_tokens=2, repeats=1)), lambda: worker.load(plan)):
         with pytest.raises(TaskFailed) as failed:
             ask()
         assert (failed.value.status, failed.value.exit_code) == (status, exit_code)
-        assert failed.value.line.replace("loading failed: ", "") == line
+        assert failed.value.line == line
 
 
 def test_a_hang_ends_at_the_timeout() -> None:
@@ -303,9 +301,9 @@ def test_a_hang_ends_at_the_timeout() -> None:
 
 
 def test_loading_failures_are_points_of_their_own() -> None:
-    with pytest.raises(LoadRefused) as refused:
+    with pytest.raises(TaskFailed) as refused:
         start(case(fail="oom_gpu", stage="load"))
-    assert (refused.value.point.status, refused.value.point.stage) == ("oom_gpu", "load")
+    assert refused.value.status == "oom_gpu"
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
@@ -333,10 +331,10 @@ def test_no_other_weights_are_loaded_than_those_of_the_start(
     if when == "never":
         worker.load(plan)
     else:
-        with pytest.raises(LoadRefused) as refused:
+        with pytest.raises(TaskFailed) as refused:
             worker.load(plan)
-        assert (refused.value.point.status, refused.value.point.stage) == ("io_error", "load")
-        assert refused.value.point.error == f"{folder} does not hold the weights of the start any more: start anew"
+        assert refused.value.status == "io_error"
+        assert str(refused.value) == f"{folder} does not hold the weights of the start any more: start anew"
     worker.close()
 
 
@@ -392,8 +390,7 @@ PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
 MESSAGES: dict[str, tuple[Command[Any], Frozen]] = {
-    "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
-    "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
+    "load": (Load(target=TARGET, plan=PLAN), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
     "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), POINT),
     "measure_requests": (
         MeasureRequests(case=case(), load=LOAD, requests=[], input_lens=[2]),
@@ -460,11 +457,11 @@ def test_requests_travel_whole_and_answers_to_one_prompt_carry_it_once() -> None
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        ({"task": "fly", "request": {}}, "no task 'fly'; there are load, about"),
+        ({"task": "fly", "request": {}}, "no task 'fly'; there are load, measure"),
         ({"task": "measure"}, "task measure: "),
         ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
         ({"task": "batch_step", "request": {"drop": ["x"]}}, "task batch_step: drop.0: Input should be a valid"),
-        ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
+        ({"task": "batch_step", "request": {"loud": True}}, "task batch_step: loud: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_no_request_is_a_failure_of_one_line(sent: Any, error: str) -> None:

@@ -125,7 +125,7 @@ def talk(
         on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
 
     def step(*requests: Request, **fields: Any) -> BatchStepped:
-        return worker.ask(BatchStep(requests=list(requests), answer_s=0, **fields))
+        return worker.ask(BatchStep(requests=requests, answer_s=0, **fields))
 
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)
@@ -139,7 +139,7 @@ def talk(
             while answer.finish_reason is None and not stop.asked:
                 answer.add(step())
         if answer.finish_reason is None:
-            answer.text = step(drop=[number]).dropped[number]
+            step(drop=[number])
         dialogue.answered(answer.text)
         rate = (len(answer.output_ids) - 1) / answer.decode_s if answer.decode_s else None
         turn = {

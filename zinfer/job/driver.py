@@ -39,7 +39,7 @@ class Driver:
         return self._worker
 
     def load(self, plan: Plan) -> None:
-        """Load `plan`'s engine, unless one is loaded. Raises LoadRefused, WorkerDied, and ends the worker then."""
+        """Load `plan`'s engine, unless one is loaded. Raises TaskFailed, WorkerDied, and ends the worker then."""
         if self.loaded:
             return
         self.on_loading(plan)

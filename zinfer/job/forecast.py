@@ -133,10 +133,7 @@ def _seconds(sweep: Sweep, planner: Planner, workload: Workload) -> float | None
 
 
 def _request_seconds(planner: Planner, requests: RequestSet) -> float | None:
-    """Return the seconds of a load of requests. It is taken as equal rows of the mean lengths, one each in flight.
-
-    An open loop lasts until its last request has come.
-    """
+    """Return the seconds of a load of requests. It is taken as equal rows of the mean lengths, one each in flight."""
     input_len, output_len = requests.mean_lengths
     single = Workload(batch_size=1, input_len=input_len, output_len=output_len)
     in_flight, total = requests.load.in_flight, len(requests.requests)

@@ -153,10 +153,7 @@ class Sweep(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _only_requests(cls, fields: Any) -> Any:
-        """Leave out equal batches of requests without a batch size.
-
-        Without a closed or open loop, as many requests are in flight as there is room for.
-        """
+        """Leave out equal batches of requests without a batch size."""
         if not isinstance(fields, dict) or not (fields.get("requests") or fields.get("request_lengths")):
             return fields
         fields = {"batch_size": ()} | fields

@@ -30,7 +30,7 @@ from zinfer.plan.planner import Plan, Planner
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
-from zinfer.worker.process import Client, LoadRefused, TaskFailed, Worker, WorkerDied, now, versions
+from zinfer.worker.process import Client, TaskFailed, Worker, WorkerDied, WorkerError, now, versions
 from zinfer.worker.tasks import MeasureRequests
 
 # Statuses of recorded points that --resume does not measure again.
@@ -281,7 +281,7 @@ class _Runner:
     def _request_point(self, key: RequestKey, request_set: RequestSet) -> Any:
         def measure(worker: Client) -> RequestPoint:
             requests, input_lens = _requests(self.job.plan.model, request_set)
-            asked = {"requests": requests, "input_lens": input_lens, "sla": self.sweep.sla}
+            asked: dict[str, Any] = {"requests": requests, "input_lens": input_lens, "sla": self.sweep.sla}
             return worker.ask(MeasureRequests(case=key.case, load=key.requests, **asked))
 
         return self._point(key, True, measure)
@@ -325,13 +325,9 @@ class _Runner:
                 self.crashes += 1
                 self.driver.end()
             return point
-        except LoadRefused as refused:
-            return self._of(key, {name: getattr(refused.point, name) for name in Recorded.model_fields})
-        except TaskFailed as failure:
-            return self._failed(key, failure.status, str(failure), stage)
-        except WorkerDied as death:
-            self.crashes += death.status != "oom_gpu"  # ranks end together where one is out of memory
-            return self._failed(key, death.status, str(death), stage)
+        except WorkerError as error:  # ranks end together where one is out of memory
+            self.crashes += isinstance(error, WorkerDied) and error.status != "oom_gpu"
+            return self._failed(key, error.status, str(error), stage)
         except Interrupted as interrupt:
             self.driver.end(kill=True)
             self._store(key, self._failed(key, "cancelled", interrupt.name, stage))
@@ -339,23 +335,18 @@ class _Runner:
 
     def _failed(self, key: Key, status: Status, error: str, stage: str) -> Point:
         model = self.job.plan.model
-        fields = {
+        fields: dict[str, Any] = {
             "status": status, "machine": self.job.plan.machine.name, "error": error, "stage": stage,
             "num_layers": model.num_layers, "total_layers": model.total_layers, "started_at": now(),
+            "versions": versions(self.job.plan.case.engine),
         }  # fmt: skip
-        return self._of(key, fields)
-
-    def _of(self, key: Key, fields: dict[str, Any]) -> Point:
         if isinstance(key, Case):
             return Measurement(**fields | {"case": key})
         return RequestPoint(**fields | {"case": key.case, "requests": key.requests, "sla": self.sweep.sla})
 
 
 def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:
-    """Return the requests of a load, and the lengths of their prompts.
-
-    Texts become token ids; random prompts stay empty. Raises TaskFailed for a text that has none.
-    """
+    """Return the requests of a load, and the lengths of their prompts. Random prompts stay empty."""
     texts = [request.prompt for request in request_set.requests if request.prompt is not None]
     ids: Iterator[list[int] | Refusal] = iter(())
     if texts:

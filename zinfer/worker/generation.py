@@ -13,7 +13,7 @@ from zinfer.generation.sequence import Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
-COUNTED = ("passes", "read", "padded", "again", "drafted", "accepted")  # of the schedule, since the last answer
+COUNTED = ("passes", "read", "padded", "drafted", "accepted")  # of the schedule, since the last answer
 ANSWER_S = 1.0  # seconds of decoding before an answer, unless a row ends
 
 
@@ -41,7 +41,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
-        dropped = _drop(session, running, command.drop)
+        running.drop(command.drop)
         running.add(command.requests)
         while running.running:
             changed = running.step()
@@ -62,17 +62,8 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         running=len(schedule.running),
         waiting=len(schedule.waiting),
         kept_bytes=running.prefixes.held,
-        dropped=dropped,
         **counts,
     )
-
-
-def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
-    """Discard rows, finished or not. Return the texts of streaming rows, by key."""
-    gone = [running.sequences[key] for key in keys if key in running.sequences]
-    texts = {row.key: session.tokenizer().decode(row.output_ids, row.before) for row in gone if row.stream}
-    running.drop(row.key for row in gone)
-    return texts
 
 
 def _update(session: Session, sequence: Sequence) -> Update:

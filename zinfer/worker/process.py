@@ -35,7 +35,7 @@ from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.worker import tasks
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import Answer, Command, Load, Measure
+from zinfer.worker.tasks import Answer, Command, Facts, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -75,14 +75,6 @@ class TaskFailed(WorkerError):
     """Task that failed in a worker that goes on living."""
 
 
-class LoadRefused(TaskFailed):
-    """Load that failed, with the point that records it."""
-
-    def __init__(self, point: Measurement, exit_code: int) -> None:
-        super().__init__(point.status, f"loading failed: {point.error}", exit_code)
-        self.point = point
-
-
 class WorkerDied(WorkerError):
     """Worker that ended, or was ended, without an answer."""
 
@@ -102,6 +94,7 @@ class Client(ABC):
     ) -> None:
         self._target, self._timeout, self._debug, self._revision = target, timeout_s, debug, revision
         self._on_progress, self._on_loaded = on_progress, on_loaded
+        self.facts = Facts()  # of the load
 
     def ask(self, command: Command[Answer]) -> Answer:
         """Return the answer to a command of `zinfer.worker.tasks`. Raises TaskFailed where the task failed, WorkerDied
@@ -115,11 +108,9 @@ class Client(ABC):
         return validated
 
     def load(self, plan: Plan) -> None:
-        """Load `plan`'s engine. Raises LoadRefused, WorkerDied."""
-        loaded = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
-        if loaded.refused is not None:
-            raise LoadRefused(loaded.refused, loaded.exit_code)
-        self._on_loaded(loaded.load_bytes, loaded.load_s)
+        """Load `plan`'s engine. Raises TaskFailed, WorkerDied."""
+        self.facts = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
+        self._on_loaded(self.facts.load_bytes or 0, self.facts.load_s or 0.0)
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine. A failure is a Measurement with its status."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zinfer.core.case import Workload
 from zinfer.core.errors import NotFiniteError
 from zinfer.core.model import check_positions
-from zinfer.core.progress import Progress, silent
+from zinfer.core.progress import Progress
 from zinfer.core.request import Request
 from zinfer.core.requests import RequestLoad
 from zinfer.engine import EngineError
@@ -26,7 +26,7 @@ from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
 from zinfer.worker.client import ask, draw
 from zinfer.worker.failure import failure_of
-from zinfer.worker.measure import Clock, Telemetry, synchronize
+from zinfer.worker.measure import Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
 from zinfer.worker.tasks import MeasureRequests
 
@@ -116,7 +116,7 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
         check_positions(session.plan.model, input_len, output_len, f"a request of {input_len} tokens")
         draw_prompts(requests, command.input_lens, session.plan.model.vocab_size, command.load.seed)
         run: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
-        run(session.engine, requests, command.load, samples, on_progress=session.on_progress)
+        run(session.engine, requests, command.load, samples, session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
@@ -132,14 +132,7 @@ def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_s
 
 
 def run_load(
-    engine: Engine,
-    requests: Sequence[Request],
-    load: RequestLoad,
-    samples: LoadSamples,
-    *,
-    on_progress: Progress = silent,
-    clock: Clock = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    engine: Engine, requests: Sequence[Request], load: RequestLoad, samples: LoadSamples, on_progress: Progress
 ) -> None:
     """Run requests to their ends, and fill `samples`. In a closed loop a request arrives when the one before it ends,
     or, with ``auto``, when the pass begins in which there is room for it; in an open loop at its own time. Raises the
@@ -161,18 +154,13 @@ def run_load(
             if load.order == "longest-first":
                 requests = sorted(requests, key=lambda request: -request.left)
             coming, tokens = deque(zip(load.arrivals(), requests, strict=True)), sum(row.left for row in requests)
-            _Load(scheduler(), load, samples, coming, tokens, on_progress, clock, sleep).run()
+            _Load(scheduler(), load, samples, coming, tokens, on_progress).run()
         finally:
             samples.gpu = telemetry.summary()
 
 
 def run_server_load(
-    server: Server,
-    requests: Sequence[Request],
-    load: RequestLoad,
-    samples: LoadSamples,
-    *,
-    on_progress: Progress = silent,
+    server: Server, requests: Sequence[Request], load: RequestLoad, samples: LoadSamples, on_progress: Progress
 ) -> None:
     """Run requests on a server to their ends, and fill `samples`.
 
@@ -233,22 +221,20 @@ class _Load:
     coming: deque[tuple[float, Request]]
     tokens: int
     on_progress: Progress
-    clock: Clock
-    sleep: Callable[[float], None]
     done: int = 0
 
     def run(self) -> None:
         running, samples = self.running, self.samples
         samples.positions = running.schedule.limits.positions
-        began = self.clock()
+        began = time.monotonic()
         try:
             while self.coming or running.running:
-                now = self.clock() - began
+                now = time.monotonic() - began
                 self._arrive(now)
                 if running.running:
                     self._pass(now, began)
                 else:
-                    self.sleep(min(NAP_S, max(0.0, self.coming[0][0] - now)))
+                    time.sleep(min(NAP_S, max(0.0, self.coming[0][0] - now)))
                 self.on_progress("requests", self.done / self.tokens)
             running.release()
         finally:
@@ -275,7 +261,7 @@ class _Load:
         computed = schedule.tally.computed
         touched = running.step()
         synchronize(running.engine.device)
-        end = self.clock() - began
+        end = time.monotonic() - began
         if self.load.in_flight == "auto":
             for row in schedule.begun:
                 if row.key not in schedule.waiting:

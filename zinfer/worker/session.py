@@ -23,7 +23,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure
+from zinfer.worker.tasks import TASKS, Facts, Load, Measure
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -107,10 +107,6 @@ class Session:
         if loaded is not None and engine:
             loaded.close()
 
-    def point(self, case: Case, **fields: Any) -> Measurement:
-        """Return a measurement with the facts of the load."""
-        return Measurement(case=case, **(self.facts.model_dump(exclude_unset=True) | fields))
-
 
 def import_engine(target: str) -> "MakeEngine":
     """Import the engine class at ``module:Class``; return what starts it."""
@@ -119,34 +115,30 @@ def import_engine(target: str) -> "MakeEngine":
     return base.load(target).start
 
 
-def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = import_engine) -> Loaded:
-    """Load the engine that `find` returns for the command's target. An exception, and weights that have changed by its
-    end, become a refused point."""
+def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = import_engine) -> Facts:
+    """Load the engine that `find` returns for the command's target. Raises what that raises, and CheckpointError for
+    weights that have changed by its end."""
     plan = command.plan
     session.facts = facts_of(plan)
-    try:
-        session.on_progress("starting", 0.0)
-        if plan.model.draft is not None:
-            from zinfer.generation.draft_model import check_same_tokens
+    session.on_progress("starting", 0.0)
+    if plan.model.draft is not None:
+        from zinfer.generation.draft_model import check_same_tokens
 
-            check_same_tokens(plan.model)
-        from zinfer.worker.probe import measure_link
+        check_same_tokens(plan.model)
+    from zinfer.worker.probe import measure_link
 
-        make = find(command.target)
-        import torch
+    make = find(command.target)
+    import torch
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
-        session.facts = session.facts.model_copy(update=facts)
-        started = time.monotonic()
-        session.engine = make(plan, session.on_progress)
-        facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
-        _check_weights(command)  # once they are read, and outside the time that is recorded
-    except BaseException as error:
-        failure = failure_of(error, "load")
-        return Loaded(refused=session.point(plan.case, **failure.recorded), exit_code=failure.exit_code)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
     session.facts = session.facts.model_copy(update=facts)
-    return Loaded(**facts)
+    started = time.monotonic()
+    session.engine = make(plan, session.on_progress)
+    facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
+    _check_weights(command)  # once they are read, and outside the time that is recorded
+    session.facts = session.facts.model_copy(update=facts)
+    return session.facts
 
 
 def _check_weights(command: Load) -> None:
@@ -159,11 +151,6 @@ def facts_of(plan: Plan) -> Facts:
     """Return the facts of a load that are known before it begins."""
     spec, machine = plan.model, plan.machine.name
     return Facts(machine=machine, num_layers=spec.num_layers, total_layers=spec.total_layers, started_at=now())
-
-
-def about(session: Session, _command: About) -> Facts:
-    """Return the facts of the load."""
-    return session.facts
 
 
 def measure(session: Session, command: Measure) -> Measurement:
@@ -187,7 +174,8 @@ def measure(session: Session, command: Measure) -> Measurement:
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         fields = failure_of(error, samples.stage).recorded
     taken = {name: getattr(samples, name) for name in ("ttft_ms", "step_ms", "gpu", "timeline")}
-    return session.point(case, **taken | conditions(session, case, samples.status) | fields)
+    facts = session.facts.model_dump(exclude_unset=True)
+    return Measurement(case=case, **facts | taken | conditions(session, case, samples.status) | fields)
 
 
 def begin_point(session: Session) -> None:

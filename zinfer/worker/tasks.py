@@ -4,14 +4,13 @@ Commands and answers travel as JSON. The functions are imported where they run: 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.request import Message, Request, Sampling, Update
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
@@ -47,7 +46,7 @@ def _requests(items: Iterable[Any]) -> list[Request]:
     return requests
 
 
-Requests = Annotated[list[Request], PlainValidator(_requests), PlainSerializer(lambda items: [*_changes(items)])]
+Requests = Annotated[Sequence[Request], PlainValidator(_requests), PlainSerializer(lambda items: [*_changes(items)])]
 
 
 class Command(Message, Generic[Answer]):
@@ -55,23 +54,6 @@ class Command(Message, Generic[Answer]):
 
 
 # Loading and measuring
-
-
-class Loaded(Message):
-    """Seconds and bytes of a load, or a refused load's point."""
-
-    load_s: float = 0.0
-    load_bytes: int = 0
-    refused: Measurement | None = None
-    exit_code: int = ENVIRONMENT
-
-
-class Load(Command[Loaded]):
-    """Load the engine at `target`, ``module:Class``, for a plan."""
-
-    target: str
-    plan: Plan
-    revision: str = ""  # fingerprint of the only weights to load, if there is one
 
 
 class Facts(Message):
@@ -88,8 +70,12 @@ class Facts(Message):
     load_bytes: int | None = None
 
 
-class About(Command[Facts]):
-    """Describe the load."""
+class Load(Command[Facts]):
+    """Load the engine at `target`, ``module:Class``, for a plan."""
+
+    target: str
+    plan: Plan
+    revision: str = ""  # fingerprint of the only weights to load, if there is one
 
 
 class Measure(Command[Measurement]):
@@ -142,11 +128,9 @@ class BatchStepped(Message):
     waiting: int = 0
     read: int = 0  # positions of KV cache that were read; `padded`: padding among them
     padded: int = 0
-    again: int = 0  # positions that were computed again
     drafted: int = 0  # drafts that were verified; `accepted`: right ones among them
     accepted: int = 0
     kept_bytes: int = 0  # host memory that kept KV caches take now
-    dropped: dict[int, str] = Field(default_factory=dict)  # texts of dropped rows that stream, by key
 
 
 class BatchStep(Command[BatchStepped]):
@@ -225,8 +209,7 @@ class Task(NamedTuple):
 
 
 TASKS: Mapping[str, Task] = {
-    "load": Task(Load, Loaded, "zinfer.worker.session:load"),
-    "about": Task(About, Facts, "zinfer.worker.session:about"),
+    "load": Task(Load, Facts, "zinfer.worker.session:load"),
     "measure": Task(Measure, Measurement, "zinfer.worker.session:measure"),
     "measure_requests": Task(MeasureRequests, RequestPoint, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),

@@ -19,7 +19,7 @@ from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.record.study import Reload, Study
 from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
-from zinfer.worker.tasks import About, Facts, PrefixReuse
+from zinfer.worker.tasks import Facts, PrefixReuse
 
 
 def _context(word: str) -> int:
@@ -93,7 +93,7 @@ def _run(job: sweep.LoadJob, watch: Watch, debug: bool, how: dict[str, Any]) -> 
             if usable:
                 driver.load(usable[-1])
                 with driver.lend() as worker:
-                    facts = worker.ask(About())
+                    facts = worker.facts
         except WorkerError as error:
             failed = error.line
         for plan in plans:

@@ -293,10 +293,7 @@ class Dispatcher:
             row.prompt = ids
 
     def _next(self) -> list[Answer]:
-        """Take the rows that go to the worker now. All, unless it failed with as many.
-
-        The worker shares the memory out among requests.
-        """
+        """Take the rows that go to the worker now. All, unless it failed with as many."""
         rows = [*self._waiting]
         if self._window.limit is not None:
             self._waiting.hold(Counter(row.owner for row in self._sent.values()))
@@ -345,10 +342,9 @@ class Dispatcher:
         self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:
-        """Go on after a worker, or its batch, failed.
+        """Fail the rows of a failed worker whose text was handed out, and try the others again, fewer at a time.
 
-        Rows whose text was handed out fail, the others are tried again, fewer of them at a time. A row that fails alone
-        is given up, but not at the first death of a worker, which may have had another cause.
+        A row that fails alone is given up, but not at the first death of a worker, which may have had another cause.
         """
         died = self._driver.failed(error)
         rows, self._sent, self.running = list(self._sent.values()), {}, 0

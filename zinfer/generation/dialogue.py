@@ -1,4 +1,4 @@
-"""Conversation of a user and a model, as the tokens of its text.
+"""Conversation of a user and a model as tokens.
 
 Each turn is tokenised whole, and `zinfer.generation.prefix_cache` reuses the tokens that it begins with.
 """

@@ -224,7 +224,7 @@ class Events(StreamingResponse):
 
 
 async def _events(exchange: Exchange) -> AsyncIterator[str]:
-    """Yield the text that has come as events, or a comment where none has."""
+    """Yield new text as server-sent events, or a comment without any."""
     while True:
         failure = exchange.failure
         lines = [exchange.chunk([choice]) for choice in exchange.chunks()]

@@ -342,9 +342,10 @@ class Dispatcher:
         self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:
-        """Fail the rows of a failed worker whose text was handed out, and try the others again, fewer at a time.
+        """Try rows of a failed worker again, fewer of them at a time.
 
-        A row that fails alone is given up, but not at the first death of a worker, which may have had another cause.
+        Rows whose text was handed out fail. One that fails alone is given up, but not at the first death of a worker,
+        which may have had another cause.
         """
         died = self._driver.failed(error)
         rows, self._sent, self.running = list(self._sent.values()), {}, 0

@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class _Turns(queue.Queue[_Part | None]):
-    """Queue of prompts whose clients take turns, and of None at the end."""
+    """Queue of prompts whose clients take turns; None ends it."""
 
     def _init(self, _maxsize: int) -> None:
         self._waiting: dict[Hashable, deque[_Part | None]] = {}  # by client, the next one first

@@ -24,7 +24,7 @@ Answer = TypeVar("Answer", bound=Frozen)
 
 
 def _changes(requests: Iterable[Request]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each request that its predecessor has otherwise."""
+    """Yield the fields of each request that differ from its predecessor."""
     before: dict[str, Any] = {}
     for request in requests:
         fields = {name: getattr(request, name) for name in _FIELDS}  # a subclass may have more

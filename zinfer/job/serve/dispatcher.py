@@ -342,7 +342,7 @@ class Dispatcher:
         self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:
-        """Try rows of a failed worker again, fewer of them at a time.
+        """Try rows of a failed worker again, fewer at a time.
 
         Rows whose text was handed out fail. One that fails alone is given up, but not at the first death of a worker,
         which may have had another cause.

@@ -13,7 +13,7 @@ from zinfer.core.engine import ServerOptions
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.kv_snapshot import Past
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.server.preset import Preset, read
 from zinfer.engine.server.process import Address, MemoryWatch, Port, ServerDied, ServerProcess, wait_ready
 from zinfer.plan.planner import Plan
@@ -84,7 +84,7 @@ class Server(Engine[MicroBatch]):
         command = shlex.join(self.command) if self.command else self.settings.url
         return {"command": f"{command} # {self.version}" if self.version else command}
 
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
+    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> MicroBatch:
         raise EngineError(_NO_PASSES)
 
     def forward(self, works: Sequence[Work[MicroBatch]]) -> list[Tensor]:

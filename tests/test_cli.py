@@ -20,7 +20,7 @@ import pytest
 
 from tests import PATIENCE_S, environment, mentions
 from tests.command import small_files, zinfer, zinfer_process
-from zinfer.cli import main
+from zinfer.cli import REMOVED_OPTIONS, main
 from zinfer.commands.sweep import _announce
 from zinfer.job.forecast import Outlook
 from zinfer.job.recipe import Sweep
@@ -136,6 +136,19 @@ def test_verbs_of_the_last_release_run_those_of_this_one(folder: Path, old: str,
     was, now = zinfer(folder, old), zinfer(folder, *new.split())
     assert f"zinfer {old} will go: write `zinfer {new}`" in was.stderr
     assert (was.returncode, was.stdout) == (now.returncode, now.stdout)
+
+
+def test_options_of_the_last_release_run_or_say_what_to_do_instead(folder: Path) -> None:
+    words = ("plan", "-m", "opt-30b", "--machine", "h100-80gb")
+    was, now = zinfer(folder, *words, "--gpu-hour-usd=2"), zinfer(folder, *words, "--price=2")
+    assert "--gpu-hour-usd will go: write --price\n" in was.stderr
+    assert (was.returncode, was.stdout) == (now.returncode, now.stdout)
+    for verb in ("run --revision main", "study codec --json", "plan --demand 5Mtok", "build --library auto"):
+        gone = zinfer(folder, *verb.split())
+        option = verb.partition("--")[2].split()[0]
+        assert (gone.returncode, gone.stdout) == (2, "")
+        assert f"Error: --{option} is no option any more: {REMOVED_OPTIONS[f'--{option}']}\n" in gone.stderr
+    assert "No such option" in zinfer(folder, "plan", "--nonsense").stderr
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
     assert kept["prefill_s"] <= 2 < free["prefill_s"]
     (next_one,) = rows(*words, "--batch-size", str(kept["case"]["workload"]["batch_size"] + 1))
     assert next_one["prefill_s"] > 2, "the largest batch that keeps the level has the best throughput"
-    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--gpu-hour-usd", "2.5", "--prompts", "2k")
+    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--price", "2.5", "--prompts", "2k")
     for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000 prompts take"):
         assert words_ in text
     text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)

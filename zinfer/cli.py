@@ -48,6 +48,23 @@ RENAMED = {
     **{kind: ("plan", "--list", kind) for kind in ("models", "machines")},
     "build": ("pack", "--engine", "tensorrt"),
 }
+# Options of 0.1, in the same way: those with another name, and what to do without those that are gone.
+RENAMED_OPTIONS = {("plan", "--gpu-hour-usd"): "--price"}
+FLEET = "`zinfer best` sizes the number of GPUs"
+PRICES = "--gpu-hour-usd is the price of a GPU and its part of the host"
+REMOVED_OPTIONS = {
+    "--baseline": "`zinfer compare` compares two result files",
+    **dict.fromkeys(("--demand", "--deadline", "--utilisation", "--spare"), FLEET),
+    "--figure": "`zinfer plot` draws figures",
+    **dict.fromkeys(("--gpus-per-server", "--host-hour-usd", "--power-usd-kwh"), PRICES),
+    "--json": "`zinfer export --format json` writes records; `probe` and `study` write theirs as JSON by themselves",
+    **dict.fromkeys(("--kv-cache-dir", "--kv-cache-dir-size"), "--kv-cache-size keeps them in host memory"),
+    "--library": "the library that is installed is used",
+    "--pareto": "`zinfer plot --figure latency` draws these points",
+    "--reference": "settings are compared with the engine's defaults",
+    "--revision": "write --model owner/name@REVISION",
+    "--weight-bits": "write --weights int4, int8 or as-released",
+}
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
@@ -88,7 +105,12 @@ class _Verbs(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _no_reader():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except click.NoSuchOption as error:
+                if (instead := REMOVED_OPTIONS.get(error.option_name)) is None:
+                    raise
+                raise click.UsageError(f"{error.option_name} is no option any more: {instead}", error.ctx) from None
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         return limits.loaded(f"zinfer.commands.{name}") if name in VERBS else None
@@ -101,6 +123,11 @@ class _Verbs(click.Group):
             args = [*RENAMED[name], *args[1:]]
         elif name not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
+        for nth, word in enumerate(args):
+            old, equals, value = word.partition("=")
+            if (new := RENAMED_OPTIONS.get((name, old))) is not None:
+                click.echo(f"{old} will go: write {new}", err=True)
+                args[nth] = f"{new}{equals}{value}"
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -96,7 +96,7 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
 )
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.")
 @option(
-    "--price --gpu-hour-usd stated",
+    "--price stated",
     options.PerMachine(options.AMOUNT),
     "USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
     multiple=True,

@@ -35,16 +35,6 @@ from zinfer.record.study import (
     Touched,
 )
 
-COLUMNS = {
-    "codec": ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays"),
-    "accuracy": (
-        "setting", "tokens fed", "#positions", "#logit error", "#largest", "#KL, nats", "#largest KL", "#same token",
-        "#perplexity", "#same texts", "#tokens before a difference",
-    ),
-    "reuse": ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
-    "routing": ("cache", "#experts", "#hits with lru", "#hits with lfu"),
-}  # fmt: skip
-
 
 class Shown(NamedTuple):
     """Run as text: title, method, table, and notes below it."""
@@ -59,11 +49,9 @@ class Shown(NamedTuple):
 
 def show(run: Study) -> Shown:
     """Return a run of any study as text."""
-    subject, title, method, cells, notes = _SHOWN[run.study](run)
-    return Shown(subject, title, method, COLUMNS[run.study], cells, tuple(notes))
-
-
-_Parts = tuple[str, str, str, Sequence[tuple[str, ...]], Iterable[str]]
+    shown: dict[str, Callable[[Study], Shown]]
+    shown = {"codec": _codec, "accuracy": _accuracy, "reuse": _reuse, "routing": _routing}
+    return shown[run.study](run)
 
 
 def latest(runs: Iterable[Study]) -> tuple[Study, ...]:
@@ -89,22 +77,24 @@ def wrong(run: Study) -> tuple[str, ...]:
     return tuple(row.name for row in run.of(Coded) if row.status == "wrong_bits")
 
 
-def _codec(run: Study) -> _Parts:
+def _codec(run: Study) -> Shown:
     def rate(measured: Rate | None, spread: bool = False) -> str:
         return "" if measured is None else figures(measured.median / 1e9) + f" ± {measured.spread / 2:.1%}" * spread
 
     link, rows = run.link or 0.0, run.of(Coded)
-    cells = [
-        (row.name, gb(row.raw_bytes), f"{row.ratio:.1%}", f"{row.bound:.1%}", rate(row.encode),
-         rate(row.decode, spread=True), pays(row, link))
-        for row in rows
-    ]  # fmt: skip
-    method = (
+    return Shown(
+        "Lossless coding of weights",
+        f"{run.machine}, link {gb(link)}/s",
         "Bound: the least size that coding exponents one by one can reach. Rates count raw bytes; pays: upper bound on "
-        "the speed-up, given the link bandwidth."
-    )
-    title = f"{run.machine}, link {gb(link)}/s"
-    return "Lossless coding of weights", title, method, cells, (f"{row.name}: {row.told}." for row in rows)
+        "the speed-up, given the link bandwidth.",
+        ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays"),
+        [
+            (row.name, gb(row.raw_bytes), f"{row.ratio:.1%}", f"{row.bound:.1%}", rate(row.encode),
+             rate(row.decode, spread=True), pays(row, link))
+            for row in rows
+        ],
+        tuple(f"{row.name}: {row.told}." for row in rows),
+    )  # fmt: skip
 
 
 def compared(run: Study) -> tuple[Case, ...]:
@@ -153,47 +143,38 @@ def _rounding(case: Case, model: str) -> tuple[str, str]:
     return weights, options.kv_cache_dtype if options.kv_quantized else ""
 
 
-def first_difference(row: Deviation) -> float | None:
-    """Return the median of tokens before a difference, or None."""
-    counts = [inf if tokens is None else tokens for tokens in row.first_differences]
-    return median_low(counts) if counts else None
-
-
-def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...]]:
-    """Return some deviations of a run as cells."""
-
-    def percent(share: float) -> str:
-        return f"{100 * share:.3g}%"
-
-    lines: list[tuple[str, ...]] = []
-    for row in rows:
-        before, after, tokens = row.reference_perplexity, row.perplexity, first_difference(row)
-        comparable = before is not None and after is not None
-        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if comparable else ""  # type: ignore
-        same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}" if row.first_differences else ""
-        until = "" if tokens is None else f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
-        lines.append((
-            label(run, row.case), row.along, f"{row.positions:,}", percent(row.error), percent(row.error_max),
-            f"{row.kl:.3g}", f"{row.kl_max:.3g}", f"{row.agreement:.2%}", change, same, until,
-        ))  # fmt: skip
-    return lines
-
-
-def _accuracy(run: Study) -> _Parts:
-    reference, read = run.asked, run.text.name if run.text else ""
-    load = reference.workload
+def _accuracy(run: Study) -> Shown:
+    reference, load, read = run.asked, run.asked.workload, run.text.name if run.text else ""
     dummy = "RANDOM WEIGHTS, which say nothing of a model: " if reference.load_format == "dummy" else ""
     lengths = f"{load.input_len} tokens in, {load.output_len} followed"
-    title = f"{dummy}{reference.model}, against {reference.label()}, {lengths}, on {run.machine}"
-    method = (
+    failed = (f"{label(run, row.case)} failed ({row.status}): {row.error}" for row in run.of(Failed))
+    return Shown(
+        "Accuracy of settings",
+        f"{dummy}{reference.model}, against {reference.label()}, {lengths}, on {run.machine}",
         f"Logits in {run.logits_dtype}; rows begin with {read}. Teacher forcing: each setting gets the same tokens as "
         "the reference, the reference's own greedy ones or the text's. Logit error: root mean square, over the "
         "standard deviation of the reference's logits. The first rows are the reference beside itself in smaller "
-        "batches: the effect of floating point alone."
+        "batches: the effect of floating point alone.",
+        ("setting", "tokens fed", "#positions", "#logit error", "#largest", "#KL, nats", "#largest KL", "#same token",
+         "#perplexity", "#same texts", "#tokens before a difference"),
+        [(label(run, row.case), *_deviation(row)) for row in run.of(Deviation)],
+        (f"The model: {run.about}.", *failed),
+    )  # fmt: skip
+
+
+def _deviation(row: Deviation) -> tuple[str, ...]:
+    before, after, same, until = row.reference_perplexity, row.perplexity, "", ""
+    change = (
+        "" if before is None or after is None else f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}"
     )
-    failed = (f"{label(run, row.case)} failed ({row.status}): {row.error}" for row in run.of(Failed))
-    cells = accuracy_cells(run, run.of(Deviation))
-    return "Accuracy of settings", title, method, cells, (f"The model: {run.about}.", *failed)
+    if row.first_differences:
+        same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}"
+        tokens = median_low(inf if count is None else count for count in row.first_differences)
+        until = f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
+    return (
+        row.along, f"{row.positions:,}", f"{100 * row.error:.3g}%", f"{100 * row.error_max:.3g}%", f"{row.kl:.3g}",
+        f"{row.kl_max:.3g}", f"{row.agreement:.2%}", change, same, until,
+    )  # fmt: skip
 
 
 def measured(run: Study) -> tuple[Reload, ...]:
@@ -250,28 +231,29 @@ def verdict(points: Sequence[Reload], source: ReloadSource) -> str | None:
     return f"reload from {source} wins from {round(even):,} tokens on"
 
 
-def median_text(samples_ms: Sequence[float]) -> str:
-    """Return the median of samples, with its unit."""
-    return duration(median(samples_ms) / 1e3)
+def _reuse(run: Study) -> Shown:
+    def middle(samples_ms: Sequence[float]) -> str:
+        return duration(median(samples_ms) / 1e3)
 
-
-def _reuse(run: Study) -> _Parts:
     cells = []
     for point in measured(run):
         ways: list[str] = []
         for source in SOURCES:
             faster = point.gain(source)
-            ways += ["", ""] if faster is None else [median_text(point.samples(source)), f"{faster:.2f}x"]
+            ways += ["", ""] if faster is None else [middle(point.samples(source)), f"{faster:.2f}x"]
         difference = "" if point.max_difference is None else figures(point.max_difference, 2)
-        cells.append((
-            f"{point.context:,}", gb(point.kept_bytes), median_text(point.recompute_ms), *ways,
-            "same" if point.same_token else "OTHER", difference,
-        ))  # fmt: skip
+        token = "same" if point.same_token else "OTHER"
+        cells.append((f"{point.context:,}", gb(point.kept_bytes), middle(point.recompute_ms), *ways, token, difference))
     points = run.of(Reload)
     skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in points if point.skipped)
-    notes = (*filter(None, (verdict(points, source) for source in SOURCES)), *skipped)
-    method = f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}."
-    return f"Keeping a conversation, {title(run)}", title(run), method, cells, notes
+    return Shown(
+        f"Keeping a conversation, {title(run)}",
+        title(run),
+        f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}.",
+        ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
+        cells,
+        (*filter(None, (verdict(points, source) for source in SOURCES)), *skipped),
+    )
 
 
 def hits(run: Study, policy: str, experts: int) -> float:
@@ -285,7 +267,7 @@ def sizes(run: Study) -> tuple[int, ...]:
     return tuple(sorted({row.experts for row in run.of(Hits)}))
 
 
-def _routing(run: Study) -> _Parts:
+def _routing(run: Study) -> Shown:
     every = (run.num_layers or 0) * (run.num_experts or 0)
     cells = [
         (f"{size / every:.0%}", str(size), *(f"{hits(run, policy, size):.1%}" for policy in POLICIES))
@@ -296,16 +278,13 @@ def _routing(run: Study) -> _Parts:
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
     if touched := run.of(Touched):
         size, share = touched[-1].batch_size, touched[-1].share
-        summary += (
-            f" A step of {size} tokens touches {share:.0%} of the experts; at random, {1 - (1 - chance) ** size:.0%}."
-        )
-    method = "Hits: share of the needs that a cache of that size meets."
-    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (summary,)
-
-
-_SHOWN: dict[str, Callable[[Study], _Parts]] = {
-    "codec": _codec,
-    "accuracy": _accuracy,
-    "reuse": _reuse,
-    "routing": _routing,
-}
+        random = 1 - (1 - chance) ** size
+        summary += f" A step of {size} tokens touches {share:.0%} of the experts; at random, {random:.0%}."
+    return Shown(
+        "Experts that a text needs",
+        f"{run.model}: {run.about}",
+        "Hits: share of the needs that a cache of that size meets.",
+        ("cache", "#experts", "#hits with lru", "#hits with lfu"),
+        cells,
+        (summary,),
+    )

@@ -28,7 +28,9 @@ def loaded(module: str) -> click.Command:
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command`; safe to call twice."""
+    """Bound the values of all options and arguments of `command` and its own commands; safe to call twice."""
+    for verb in getattr(command, "commands", {}).values():
+        bound(verb)
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.metavar is None and parameter.name in METAVARS:
             parameter.metavar = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..")

@@ -8,7 +8,6 @@ from tests import mentions
 from tests.results import case, point, sweep
 from zinfer.analysis.best import decide
 from zinfer.analysis.compare import Change
-from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import by_load, groups
 from zinfer.analysis.rates import (
     best,
@@ -237,7 +236,7 @@ def test_lossy_settings_are_ranked_apart() -> None:
     assert winner([fast, slow, without]) is slow
     assert winner([fast]) is fast
     assert offload_verdicts([fast, slow, without])[0].comparison.best is slow
-    decision = decide([fast, slow, without], (), "throughput", Prices())
+    decision = decide([fast, slow, without], (), "throughput")
     assert (decision.point, decision.lossy, decision.usable) == (slow, fast, 2)
     assert not case(1, options=(("weight_codec", "lossless"),)).lossy
     assert not case(1, options=(("kv_cache_dtype", "bf16"),)).lossy

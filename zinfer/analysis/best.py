@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from zinfer.analysis import requests, sla
-from zinfer.analysis.economics import Cost, EconomicsError, Point, Prices, cost
+from zinfer.analysis.economics import Cost, EconomicsError, Point, cost
 from zinfer.analysis.rates import exact, lossy
 from zinfer.analysis.sla import Sla, SlaCheck
 from zinfer.core.value import Frozen
@@ -35,7 +35,7 @@ def decide(
     points: Sequence[Point],
     slas: Sequence[Sla],
     objective: Objective,
-    prices: Prices,
+    gpu_hour_usd: float | None = None,
     rate: Callable[[Point], float | None] = lambda point: point.output_tok_s,
 ) -> Decision:
     """Choose the best of `points` by `objective` under `slas`.
@@ -43,12 +43,13 @@ def decide(
     The smaller batch wins a tie; `rate` gives the output tok/s of a point. Raises EconomicsError for the objective cost
     without a price.
     """
-    if objective == "cost" and not prices.known:
+    if objective == "cost" and gpu_hour_usd is None:
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd")
     usable = [point for point in points if point.usable]
     if exact(usable) and lossy(usable):
-        best_lossy = decide(lossy(usable), slas, objective, prices, rate).point
-        return decide(exact(usable), slas, objective, prices, rate).model_copy(update={"lossy": best_lossy})
+        best_lossy = decide(lossy(usable), slas, objective, gpu_hour_usd, rate).point
+        best = decide(exact(usable), slas, objective, gpu_hour_usd, rate)
+        return best.model_copy(update={"lossy": best_lossy})
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     counts: dict[str, Any] = {"objective": objective, "keeping": len(keeping), "usable": len(usable)}
     if not keeping:
@@ -56,22 +57,18 @@ def decide(
         return Decision(**counts, kept=check(nearest, slas) if nearest else (), nearest=nearest)
 
     def rank(point: Point) -> tuple[float, int]:
+        first_ms = point.ttft_ms if isinstance(point, Measurement) else point.of("ttft_ms")
         value = {
             "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or fmean(_ttft_ms(point)),
-            "cost": cost(point, prices).usd_per_mtok or 0.0,
+            "latency": point.tpot_ms or fmean(first_ms),
+            "cost": cost(point, gpu_hour_usd).usd_per_mtok or 0.0,
         }[objective]
         return value, point.case.workload.batch_size
 
     point = min(keeping, key=rank)
-    return Decision(**counts, point=point, kept=check(point, slas), cost=cost(point, prices))
+    return Decision(**counts, point=point, kept=check(point, slas), cost=cost(point, gpu_hour_usd))
 
 
 def check(point: Point, slas: Sequence[Sla]) -> tuple[SlaCheck, ...]:
     """Check a point of either kind against each service level."""
     return sla.check(point, slas) if isinstance(point, Measurement) else requests.check(point, slas)
-
-
-def _ttft_ms(point: Point) -> Sequence[float]:
-    """Return the TTFT of each repeat, or of each request, in ms."""
-    return point.ttft_ms if isinstance(point, Measurement) else point.of("ttft_ms")

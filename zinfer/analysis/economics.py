@@ -34,20 +34,6 @@ class EconomicsError(ZinferError):
     """Price, demand or duration that is invalid or unknown."""
 
 
-class Prices(Frozen):
-    """Price of a GPU-hour in USD, its share of the host included.
-
-    None is unknown, not free.
-    """
-
-    gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-
-    @property
-    def known(self) -> bool:
-        """True if the price is given."""
-        return self.gpu_hour_usd is not None
-
-
 class ListPrice(Frozen):
     """Price of a GPU-hour that somebody lists: an assumption where none is given."""
 
@@ -111,11 +97,15 @@ def energy(point: Point) -> tuple[float, str] | None:
     return (watts * seconds / tokens, READINGS) if watts and seconds else None
 
 
-def cost(point: Point, prices: Prices) -> Cost:
-    """Return the cost of the point's tokens, as far as known."""
+def cost(point: Point, gpu_hour_usd: float | None = None) -> Cost:
+    """Return the cost of the point's tokens, as far as known.
+
+    `gpu_hour_usd` is the price of a GPU-hour, its share of the host included; None is unknown, not free.
+    """
     rate, (joules, method) = point.output_tok_s, energy(point) or (None, "")
-    hours = point.gpus * 1e6 / rate / 3600 if point.usable and rate and prices.known else None
-    usd = None if hours is None else hours * (prices.gpu_hour_usd or 0.0)
+    usd = None
+    if point.usable and rate and gpu_hour_usd is not None:
+        usd = gpu_hour_usd * point.gpus * 1e6 / rate / 3600
     return Cost(usd_per_mtok=usd, j_per_token=joules, method=method)
 
 

@@ -8,7 +8,7 @@ import click
 
 from zinfer.analysis import rates, reproduce
 from zinfer.analysis.best import Decision, Objective, decide
-from zinfer.analysis.economics import Fleet, Point, Prices, cost, fleet, parse_demand
+from zinfer.analysis.economics import Fleet, Point, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
@@ -21,7 +21,7 @@ class GroupDecision(NamedTuple):
     """Decision for one group of points, and the machines for the demand."""
 
     decision: Decision
-    prices: Prices
+    gpu_hour_usd: float | None
     fleet: Fleet | None
     too_slow: float | None  # seconds of one batch, or of a mean request, if that alone is longer than the deadline
 
@@ -31,8 +31,8 @@ class DecisionCriteria(NamedTuple):
 
     slas: tuple[Sla, ...]
     objective: Objective
-    prices: Prices
-    demand: tuple[float, float] | None
+    gpu_hour_usd: float | None
+    demand: tuple[float, float] | None  # output tokens, and the seconds for them
     utilisation: float
     spare: int
     due: bool  # a deadline was given
@@ -41,7 +41,7 @@ class DecisionCriteria(NamedTuple):
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
     ) -> GroupDecision:
         """Return the decision for `points`, and the fleet for the demand."""
-        decision = decide(points, self.slas, self.objective, self.prices, rate)
+        decision = decide(points, self.slas, self.objective, self.gpu_hour_usd, rate)
         machines = too_slow = None
         if self.demand is not None and decision.point is not None:
             point = decision.point
@@ -50,7 +50,7 @@ class DecisionCriteria(NamedTuple):
                 too_slow = alone_s
             else:
                 machines = fleet(point, *self.demand, self.utilisation, self.spare)
-        return GroupDecision(decision, self.prices, machines, too_slow)
+        return GroupDecision(decision, self.gpu_hour_usd, machines, too_slow)
 
 
 def question(
@@ -65,13 +65,11 @@ def question(
     """Return the criteria that the options state, or None. Raises UsageError or EconomicsError."""
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
-    paid = Prices(gpu_hour_usd=gpu_hour_usd)
-    if not (levels or demand or paid.known or objective != "throughput"):
+    if not (levels or demand or gpu_hour_usd is not None or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
-    return DecisionCriteria(
-        tuple(map(parse, levels)), objective, paid, needed, utilisation, spare, deadline is not None
-    )
+    slas = tuple(map(parse, levels))
+    return DecisionCriteria(slas, objective, gpu_hour_usd, needed, utilisation, spare, deadline is not None)
 
 
 def lines(answer: GroupDecision, noun: str = "point") -> list[str]:
@@ -139,7 +137,7 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     decision, machines = answer.decision, answer.fleet
     return {
         "objective": decision.objective,
-        **{name: point_row(getattr(decision, name), answer.prices) for name in ("point", "lossy", "nearest")},
+        **{name: point_row(getattr(decision, name), answer.gpu_hour_usd) for name in ("point", "lossy", "nearest")},
         "levels": [
             {"level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok}
             for check in decision.kept
@@ -150,11 +148,11 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     }
 
 
-def point_row(point: Point | None, prices: Prices | None = None) -> dict[str, Any] | None:
+def point_row(point: Point | None, gpu_hour_usd: float | None = None) -> dict[str, Any] | None:
     """Return a point as JSON: configuration, rates, cost, commands; null is unknown."""
     if point is None:
         return None
-    case, paid = point.case, cost(point, prices or Prices())
+    case, paid = point.case, cost(point, gpu_hour_usd)
     measured = point if isinstance(point, Measurement) else None
     spread = rates.spread(measured.output_tok_s_samples) if measured else None
     names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")

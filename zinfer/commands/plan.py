@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from zinfer.analysis import calibrate
-from zinfer.analysis.economics import cost, parse_count
+from zinfer.analysis.economics import parse_count
 from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint.resolve import resolve
@@ -139,7 +139,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         click.echo(json.dumps([_row(plan, records, question) for plan in plans], indent=1))
     else:
         for group in groups if not several else ():
-            _print(group, bool(efficiencies))
+            _print(group, question, bool(efficiencies))
             decided = [] if group.answer is None else decision.lines(group.answer, "plan")
             lines = [*choices(group.plans), *peers(group.plans), *_experts(group.plans)]
             lines += [*map(records.describe, group.plans), *decided, question.describe(group.plan)]
@@ -362,17 +362,14 @@ def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[st
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
 
 
-def _print(group: Group, calibrated: bool) -> None:
+def _print(group: Group, question: ranking.Question, calibrated: bool) -> None:
     criteria = group.criteria
 
     def shown(plan: Plan, value: float | None, form: Callable[[float], str]) -> str:
         return form(value) if plan.holds and value else "-"
 
     def price(plan: Plan) -> str:
-        (point,) = ranking.as_points([plan]) or (None,)
-        if criteria is None or not criteria.prices.known or point is None:
-            return ""
-        usd = cost(point, criteria.prices).usd_per_mtok
+        usd = None if criteria is None or criteria.gpu_hour_usd is None else question.usd_per_mtok(plan)
         return "" if usd is None else figures(usd)
 
     def band(plan: Plan) -> str:

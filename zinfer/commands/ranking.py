@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from zinfer.analysis import economics, sla
 from zinfer.analysis.best import Objective
-from zinfer.analysis.economics import Prices
 from zinfer.analysis.sla import SlaCheck
 from zinfer.commands import decision
 from zinfer.commands.decision import DecisionCriteria, GroupDecision
@@ -72,7 +71,7 @@ class Question(NamedTuple):
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
         criteria, listed = self.on(machine), economics.list_price(machine)
-        if listed is None or not self.assumes(machine) or criteria is None or criteria.prices.gpu_hour_usd is None:
+        if listed is None or not self.assumes(machine) or criteria is None or criteria.gpu_hour_usd is None:
             return ""
         usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
         return f"{usd}: {listed.source}, {listed.date}; --price states yours."
@@ -81,7 +80,7 @@ class Question(NamedTuple):
         """Return the USD of a million output tokens; None without a price or a time."""
         price = self.price(plan.machine)
         (point,) = as_points([plan]) or (None,)
-        paid = None if point is None or price is None else economics.cost(point, Prices(gpu_hour_usd=price))
+        paid = None if point is None or price is None else economics.cost(point, price)
         return None if paid is None else paid.usd_per_mtok
 
     def row(self, plan: Plan) -> dict[str, Any]:

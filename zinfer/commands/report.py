@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import click
 
-from zinfer.analysis.economics import Prices, parse_demand
+from zinfer.analysis.economics import parse_demand
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
@@ -52,8 +52,7 @@ def command(results: Path | None, machine: str | None, output: Path | None, mode
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
     output = output or Path("plots") / _folder(findings) / "report.html"
-    prices = Prices(gpu_hour_usd=how["gpu_hour_usd"])
-    document = contents.document(findings._replace(prices=prices, demand=asked))
+    document = contents.document(findings._replace(gpu_hour_usd=how["gpu_hour_usd"], demand=asked))
     write(output, page.html(document))
     click.echo(output)
 

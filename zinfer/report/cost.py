@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from zinfer.analysis import rates
-from zinfer.analysis.economics import Prices, cost, fleet
+from zinfer.analysis.economics import cost, fleet
 from zinfer.core.units import duration
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Row, Section, Table, Text, section
@@ -17,18 +17,18 @@ def costs(findings: Findings) -> Section:
 
 
 def _blocks(findings: Findings) -> Iterator[Block]:
-    prices = findings.prices
-    if prices.known:
-        yield Text(f"Price as given: an hour of a GPU {prices.gpu_hour_usd:g} USD. Nothing else is counted.")
+    price = findings.gpu_hour_usd
+    if price is not None:
+        yield Text(f"Price as given: an hour of a GPU {price:g} USD. Nothing else is counted.")
     for workload in (*findings.main, *findings.slices):
-        if prices.known:
-            yield _costs(workload, prices)
+        if price is not None:
+            yield _costs(workload, price)
         if findings.demand is not None:
             yield _fleets(workload, findings.demand)
 
 
-def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
-    costed = [(point, cost(point, prices)) for point in rates.ranked(workload.points)]
+def _costs(workload: WorkloadFindings, gpu_hour_usd: float) -> Table:
+    costed = [(point, cost(point, gpu_hour_usd)) for point in rates.ranked(workload.points)]
     cheapest = min(costed, key=lambda pair: (pair[0].case.lossy, pair[1].usd_per_mtok or 0.0), default=(None,))[0]
     rows = []
     for point, paid in costed:

@@ -5,7 +5,6 @@ from functools import cache
 from os.path import expanduser, isdir
 from typing import Any, NamedTuple
 
-from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import Group, Points
 from zinfer.checkpoint.resolve import catalogue_name, resolve
 from zinfer.core.case import Case
@@ -45,7 +44,7 @@ class Findings(NamedTuple):
 
     workloads: tuple[WorkloadFindings, ...] = ()
     damaged: tuple[str, ...] = ()
-    prices: Prices = Prices()
+    gpu_hour_usd: float | None = None
     demand: Demand | None = None
     studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()

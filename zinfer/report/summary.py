@@ -116,7 +116,7 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
         lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {named(other)}; {loss(other, findings)}.")
-    if (usd := cost(top, findings.prices).usd_per_mtok) is not None:
+    if (usd := cost(top, findings.gpu_hour_usd).usd_per_mtok) is not None:
         day = usd * (top.output_tok_s or 0.0) * DAY_S / 1e6
         lines.append(f"Cost: {usd:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
     yield Items(tuple(lines))

@@ -13,7 +13,6 @@ from zinfer.analysis.rates import (
     best,
     best_by_load,
     cautions,
-    compare_with_baseline,
     edges,
     offload_verdicts,
     spread,
@@ -75,8 +74,8 @@ def test_each_load_is_taken_at_its_own_best_batch() -> None:
 def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
     (verdict,) = offload_verdicts(PUBLISHED)
     assert (verdict.engine, verdict.offload) == ("stream", "cpu")
-    assert verdict.comparison.gain == pytest.approx(1.5)
-    assert sizes(verdict.comparison.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
+    assert verdict.gain == pytest.approx(1.5)
+    assert sizes(verdict.equal) == pytest.approx({4: 0.125 / 0.21, 8: 0.15 / 0.21, 16: 0.2 / 0.21})
     assert mentions(verdict.text, "cpu", "1.50x", "120 tok/s", "batch 32", "80 tok/s", "batch 16")
     assert mentions(verdict.text, "batch 16", "4 to 16", "60%", "95%")
 
@@ -103,12 +102,12 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
 def test_a_verdict_names_a_missing_side(points: list[Measurement], facts: list[str]) -> None:
     (verdict,) = offload_verdicts(points)
     assert mentions(verdict.text, *facts)
-    assert (verdict.comparison.gain is None) == ("2.00x" not in facts)
+    assert (verdict.gain is None) == ("2.00x" not in facts)
 
 
 def test_several_engines_are_judged_together_first() -> None:
     points = [exact(4, 1.0, "accelerate", "none"), exact(8, 1.0, "stream", "cpu")]
-    assert [(v.engine, v.comparison.gain) for v in offload_verdicts(points)] == [(None, 2.0)]
+    assert [(v.engine, v.gain) for v in offload_verdicts(points)] == [(None, 2.0)]
     assert offload_verdicts([exact(4, 1.0, offload="none")]) == ()
 
 
@@ -116,16 +115,6 @@ def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
     points = [*PUBLISHED, failed(1, "timeout", "accelerate"), failed(128, "oom_host")]
     batches_by_load = {edge.load.label(): (edge.largest_ok, edge.smallest_oom) for edge in edges(points)}
     assert batches_by_load == {"accelerate cpu": (None, None), "stream none": (16, 32), "stream cpu": (32, 64)}
-
-
-def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
-    points = [exact(8, 1.0), exact(16, 1.0), exact(8, 2.0, "deepspeed"), failed(16, engine="deepspeed")]
-    engines = {name: [point for point in points if point.case.engine == name] for name in ("stream", "deepspeed")}
-    comparison = compare_with_baseline(engines["stream"], engines["deepspeed"])
-    assert comparison.gain == pytest.approx(4)
-    assert sizes(comparison.equal) == {8: pytest.approx(2)}
-    assert compare_with_baseline(engines["stream"], []).gain is None
-    assert compare_with_baseline([], []).equal == ()
 
 
 @pytest.mark.parametrize(
@@ -209,10 +198,10 @@ def test_a_difference_within_the_noise_is_no_gain() -> None:
     with_offload = spreading(case(8, output_len=1), 0.010, 0.013, 0.018)
     without = spreading(case(8, offload="none", output_len=1), 0.012, 0.015, 0.019)
     (verdict,) = offload_verdicts([with_offload, without])
-    assert (verdict.comparison.gain or 0) > 1.1
+    assert (verdict.gain or 0) > 1.1
     assert mentions(verdict.text, "no difference beyond the noise", "±", "batch 8")
     assert not re.search(r"\d%|\dx", verdict.text)
-    assert [change.verdict for change in verdict.comparison.equal] == ["noise"]
+    assert [change.verdict for change in verdict.equal] == ["noise"]
     assert tied([with_offload, without], with_offload) == "As fast within the noise: stream none at batch 8."
 
 
@@ -235,7 +224,9 @@ def test_lossy_settings_are_ranked_apart() -> None:
     slow, without = exact(8, 1.0), exact(8, 2.0, offload="none")
     assert winner([fast, slow, without]) is slow
     assert winner([fast]) is fast
-    assert offload_verdicts([fast, slow, without])[0].comparison.best is slow
+    change = offload_verdicts([fast, slow, without])[0].change
+    assert change is not None
+    assert change.after_case == slow.case
     decision = decide([fast, slow, without], (), "throughput")
     assert (decision.point, decision.lossy, decision.usable) == (slow, fast, 2)
     assert not case(1, options=(("weight_codec", "lossless"),)).lossy

@@ -207,7 +207,6 @@ class FitPoint:
         one_pass = self.placement.tier == "gpu" or self.placement.blocks
         if not flops or not one_pass or load.batch_size * load.input_len < EVIDENCE.prompt_tokens:
             return None
-
         reached = Efficiency(link_share=self.link_share() or 1.0)
 
         def seconds(mfu: float) -> float:
@@ -372,7 +371,8 @@ class _Fit:
         for point in points:
             for name, value in point.factors.items():
                 if value is not None:
-                    self._values.setdefault((name, _is_routed(name, point)), []).append((point, value))
+                    routed = name in _ROUTED and bool(point.model.num_experts)
+                    self._values.setdefault((name, routed), []).append((point, value))
 
     def efficiency(self, without: FitPoint | None = None) -> Efficiency:
         """Return each factor as the median over the points that determine it; its default if none does.
@@ -393,10 +393,6 @@ class _Fit:
         factors = {name: fitted(name, False) or fitted(name, True) or getattr(default, name) for name in _FACTORS}
         factors |= {f"expert_{name}": fitted(name, True) for name in _ROUTED}
         return default.model_copy(update=factors | {"points": self.points - (without is not None)})
-
-
-def _is_routed(name: str, point: FitPoint) -> bool:
-    return name in _ROUTED and bool(point.model.num_experts)
 
 
 def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:

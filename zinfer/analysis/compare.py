@@ -11,7 +11,7 @@ spread: its noise is unknown, which is not the same as small, and no such change
 from collections.abc import Callable, Iterable, Sequence
 from math import hypot
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from zinfer.analysis.group import order, samples
 from zinfer.core.case import Case
@@ -22,14 +22,7 @@ from zinfer.record.measurement import Measurement, Status, latest
 from zinfer.record.stats import ci95_half_width
 
 Metric = Literal["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
-HIGHER_IS_BETTER: dict[Metric, bool] = {
-    "output_tok_s": True,
-    "prefill_tok_s": True,
-    "decode_tok_s": True,
-    "ttft_ms": False,
-    "tpot_ms": False,
-    "gpu_peak_bytes": False,
-}
+HIGHER_IS_BETTER: dict[Metric, bool] = {metric: metric.endswith("tok_s") for metric in get_args(Metric)}
 
 # same: equal to the last digit; noise: a change within the noise; unknown: a change whose noise is not known; untimed:
 # a side ran and has no value; broken: failed after only; fixed: failed before only; failed: on both sides
@@ -147,21 +140,15 @@ class Change(Frozen):
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
-class Difference(NamedTuple):
-    """Machine or version in which the sides differ; empty if unrecorded."""
-
-    name: str
-    before: str
-    after: str
-
-
 class Comparison(NamedTuple):
     """Changes of common cases, and points of one side alone."""
 
     changes: tuple[Change, ...]
     only_before: tuple[Measurement, ...] = ()
     only_after: tuple[Measurement, ...] = ()
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[
+        tuple[str, str, str], ...
+    ] = ()  # name, before, after; "" is not recorded
 
 
 def compare(
@@ -234,12 +221,12 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
     return *order(point.case), point.case.gpu_weights or "", point.case.weights, point.case.workload.batch_size
 
 
-def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Return differences of machine, model revision, and versions."""
+def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[tuple[str, str, str], ...]:
     first, second = _properties(before), _properties(after)
     names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
-    pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]
-    return tuple(pair for pair in pairs if pair.before != pair.after)
+    return tuple(
+        (name, first.get(name, ""), second.get(name, "")) for name in names if first.get(name) != second.get(name)
+    )
 
 
 def _properties(points: Sequence[Measurement]) -> dict[str, str]:

@@ -107,7 +107,15 @@ def grouped(points: Iterable[P], of: Callable[[P], G], rank: Callable[[G], Any])
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
     """Return the latest points by group, sorted, whole models first."""
-    by_group = grouped(latest(points), _of, _rank)
+
+    def group_of(point: Measurement) -> Group:
+        load = point.case.workload
+        return Group.of(point, input_len=load.input_len, output_len=load.output_len)
+
+    def rank(group: Group) -> tuple[Any, ...]:
+        return (*group.rank, group.input_len, group.output_len, group.dtype)
+
+    by_group = grouped(latest(points), group_of, rank)
     return {group: tuple(sorted(members, key=_order)) for group, members in by_group.items()}
 
 
@@ -119,15 +127,6 @@ def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[floa
             key = point.machine, point.case
             rates_by_case[key] = (*rates_by_case.get(key, ()), point.output_tok_s)
     return rates_by_case
-
-
-def _of(point: Measurement) -> Group:
-    load = point.case.workload
-    return Group.of(point, input_len=load.input_len, output_len=load.output_len)
-
-
-def _rank(group: Group) -> tuple[Any, ...]:
-    return (*group.rank, group.input_len, group.output_len, group.dtype)
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:

@@ -8,7 +8,7 @@ them; nothing in this module compares across groups.
 from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zinfer.analysis import reproduce
 from zinfer.analysis.compare import Change, change
@@ -39,32 +39,20 @@ class Edge(Frozen):
     smallest_oom: int | None = None
 
 
-class BaselineComparison(Frozen):
-    """Points against a baseline: each at its own best batch, then at every batch size that both have."""
-
-    best: Measurement | None = None
-    baseline: Measurement | None = None
-    equal: tuple[Change, ...] = ()  # a change of `output_tok_s` for each batch size, ascending
-
-    @property
-    def change(self) -> Change | None:
-        """Change of `output_tok_s` between each side's own best batch."""
-        return change(self.baseline, self.best) if self.best and self.baseline else None
-
-    @property
-    def gain(self) -> float | None:
-        """Ratio of the throughputs at each side's own best batch."""
-        return self.change.ratio if self.change else None
-
-
 class OffloadVerdict(Frozen):
     """Verdict on an offload for one engine; for all engines together if `engine` is None."""
 
     engine: str | None
     offload: Offload
-    comparison: BaselineComparison
+    change: Change | None  # of `output_tok_s` without and with it, each at its own best batch
+    equal: tuple[Change, ...]  # the same at every batch size that both sides have, ascending
     text: str
     compares: bool  # points with and without it were tried; else the text says how to try those without
+
+    @property
+    def gain(self) -> float | None:
+        """Ratio of the throughputs at each side's own best batch."""
+        return self.change.ratio if self.change else None
 
 
 def best(points: Points) -> Measurement | None:
@@ -136,16 +124,6 @@ def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def compare_with_baseline(points: Points, baseline: Points) -> BaselineComparison:
-    """Compare `points` with `baseline` by `output_tok_s`; at equal batch the fastest point of each side counts."""
-    ours, theirs = _by_batch(points), _by_batch(baseline)
-    return BaselineComparison(
-        best=best(points),
-        baseline=best(baseline),
-        equal=tuple(change(theirs[size], ours[size]) for size in sorted(ours.keys() & theirs.keys())),
-    )
-
-
 def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
     """Return the verdicts on each offload against none: over all engines first if there are several, then by engine.
 
@@ -161,14 +139,29 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
         for offload in OFFLOADS:
             using = [point for point in of_engine if point.case.offload == offload]
             if using and (without or number == 0):
-                comparison = compare_with_baseline(using, without)
-                text = _sentence(offload, comparison, using, without) if without else _unmeasured(using)
-                verdicts.append(
-                    OffloadVerdict(
-                        engine=engine, offload=offload, comparison=comparison, text=text, compares=bool(without)
-                    )
-                )
+                verdicts.append(_verdict(engine, offload, using, without))
     return tuple(verdicts)
+
+
+def _verdict(engine: str | None, offload: Offload, using: Points, without: Points) -> OffloadVerdict:
+    ours, theirs = best(using), best(without)
+    gain = change(theirs, ours) if ours and theirs else None
+    fast, slow = _by_batch(using), _by_batch(without)
+    equal = tuple(change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys()))
+    other = f"without it {f'every point failed ({statuses(without)})' if theirs is None else _rate(theirs)}"
+    if not without:
+        text = _unmeasured(using)
+    elif ours is None:
+        text = f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."
+    elif gain is None:
+        text = f"Offload {offload} reaches {_rate(ours)}; {other}."
+    else:
+        same = gain.verdict in ("noise", "same")
+        gives = "makes no difference beyond the noise" if same else f"gives {gain.times}"
+        text = f"Offload {offload} {gives} at each side's own best batch: {_rate(ours)}, {other}. "
+        text += _at_equal_batch(equal)
+    fields: dict[str, Any] = {"engine": engine, "offload": offload, "compares": bool(without)}
+    return OffloadVerdict(**fields, change=gain, equal=equal, text=text)
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
@@ -197,25 +190,8 @@ def statuses(points: Points) -> str:
 
 
 def _by_batch(points: Points) -> dict[int, Measurement]:
-    """Return the fastest usable point of each batch size."""
     ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
     return {point.case.workload.batch_size: point for point in ascending}
-
-
-def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, without: Points) -> str:
-    """Return the verdict, also if a side has no usable point."""
-    ours, theirs, gain = comparison.best, comparison.baseline, comparison.change
-    failed = f"every point failed ({statuses(without)})"
-    other = f"without it {failed if theirs is None else _rate(theirs)}"
-    if ours is None:
-        return f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."
-    if gain is None:
-        return f"Offload {offload} reaches {_rate(ours)}; {other}."
-    if gain.verdict in ("noise", "same"):
-        text = f"Offload {offload} makes no difference beyond the noise at each side's own best batch"
-    else:
-        text = f"Offload {offload} gives {gain.times} at each side's own best batch"
-    return f"{text}: {_rate(ours)}, {other}. {_at_equal_batch(comparison.equal)}"
 
 
 def _unmeasured(using: Points) -> str:

@@ -62,9 +62,9 @@ def _samples(point: RequestPoint, sla: Sla) -> list[float]:
 
 def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None:
     ms = point.value_ms(sample, _TIMES[sla.metric])
-    if ms is None or sla.metric != "user_tok_s":
-        return None if ms is None else ms / 1e3
-    return 1e3 / ms if ms else None
+    if sla.metric == "user_tok_s":
+        return 1e3 / ms if ms else None
+    return None if ms is None else ms / 1e3
 
 
 def _keeps(point: RequestPoint, sample: RequestSample, sla: Sla) -> bool:
@@ -112,12 +112,11 @@ class RequestRates(NamedTuple):
         return min(self.rates) > max(other.rates) or max(self.rates) < min(other.rates)
 
 
-def group_of(point: RequestPoint) -> RequestGroup:
-    return RequestGroup.of(point, requests=point.requests)
-
-
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
     """Return all records by group, sorted, whole models first; those of a group in the order of their times."""
+
+    def group_of(point: RequestPoint) -> RequestGroup:
+        return RequestGroup.of(point, requests=point.requests)
 
     def sort_key(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests

@@ -5,10 +5,10 @@ functions over the spans of one traced step; times are ms from its beginning. Ea
 of its own: but for `by_rank`, functions take the spans of one.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from zinfer.record.measurement import Lane, Measurement, Span
 
@@ -31,7 +31,6 @@ class Waits(NamedTuple):
 
     @property
     def total_ms(self) -> float:
-        """Idle time of the link, in ms."""
         return self.before_ms + self.between_ms + self.after_ms
 
 
@@ -83,8 +82,7 @@ def waits(spans: Spans) -> Waits:
     copy."""
     copies, gaps = busy(spans, "copy"), idle(spans)
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
-    before = _overlap(gaps, [(0.0, first)])
-    after = _overlap(gaps, [(last, length_ms(spans))])
+    before, after = _overlap(gaps, [(0.0, first)]), _overlap(gaps, [(last, length_ms(spans))])
     working, reading = _overlap(gaps, busy(spans, "unpack", "compute")), _overlap(gaps, busy(spans, "disk"))
     return Waits(before, _total(gaps) - before - after, after, working, reading)
 
@@ -107,19 +105,12 @@ def _total(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def _length_before(intervals: Sequence[Interval]) -> Callable[[float], float]:
-    """Return a function: the ms within `intervals` before a moment."""
-    starts = [start for start, _ in intervals]
-    sums = [0.0, *accumulate(stop - start for start, stop in intervals)]
-
-    def length(at: float) -> float:
-        nth = bisect_left(starts, at)
-        return sums[nth] - (max(0.0, intervals[nth - 1][1] - at) if nth else 0.0)
-
-    return length
-
-
-def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
-    """Return the ms in which intervals of both overlap."""
-    before = _length_before(second)
-    return sum(before(stop) - before(start) for start, stop in first)
+def _overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """Return the ms in which intervals of both overlap. Those of `second` are ascending and disjoint."""
+    if not first or not second:
+        return 0.0
+    edges = np.array(second)  # [n, 2]
+    lengths = edges[:, 1] - edges[:, 0]
+    ends = np.cumsum(lengths)
+    before = np.interp(np.array(first), edges.ravel(), np.stack([ends - lengths, ends], axis=1).ravel())
+    return float(np.sum(before[:, 1] - before[:, 0]))

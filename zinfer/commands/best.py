@@ -255,10 +255,9 @@ def _summary(group: Group, points: Points) -> dict[str, Any]:
         "best_by_load": [point_row(point) for point in rates.best_by_load(rates.exact(points))],
         "lossy_by_load": [point_row(point) for point in rates.best_by_load(rates.lossy(points))],
         "offload": [
-            {"engine": verdict.engine, "offload": verdict.offload, "gain": verdict.comparison.gain}
-            | {"verdict": change and change.verdict, "words": verdict.text}
+            {"engine": verdict.engine, "offload": verdict.offload, "gain": verdict.gain}
+            | {"verdict": verdict.change and verdict.change.verdict, "words": verdict.text}
             for verdict in rates.offload_verdicts(points)
-            for change in [verdict.comparison.change]
         ],
         "edges": [
             {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}

@@ -146,9 +146,7 @@ class Comparison(NamedTuple):
     changes: tuple[Change, ...]
     only_before: tuple[Measurement, ...] = ()
     only_after: tuple[Measurement, ...] = ()
-    differences: tuple[
-        tuple[str, str, str], ...
-    ] = ()  # name, before, after; "" is not recorded
+    differences: tuple[tuple[str, str, str], ...] = ()  # name, before, after; "" is not recorded
 
 
 def compare(

@@ -25,6 +25,8 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 
 Answers = dict[Group | RequestGroup, GroupDecision]
+SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
+REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
 
 @click.command("best")
@@ -77,23 +79,28 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
             summary["decision"] = decision.row(answer)
         click.echo(json.dumps(summaries, indent=1))
     else:
-        _print(wanted, answers)
-        _print_requests(served, ranks, answers, bool(wanted))
+        _print(wanted, served, ranks, answers)
     if answers and all(answer.decision.point is None for answer in answers.values()):
         raise SystemExit(NOTHING)
 
 
-def _print(wanted: Mapping[Group, Points], answers: Answers) -> None:
-    """Print the groups one after the other, whole models before slices."""
-    both = len({group.layers is None for group in wanted}) == 2
-    last: bool | None = None
-    for group, points in wanted.items():
-        part = group.layers is not None
-        if last is not None:
-            click.echo()
-        if both and part is not last:
-            click.echo("SLICES: the first layers of a model, whose memory is not the model's\n\n" * part, nl=False)
-        last = part
+def _print(
+    wanted: Mapping[Group, Points],
+    served: Mapping[RequestGroup, Sequence[RequestPoint]],
+    ranks: Mapping[RequestGroup, list[RequestRates]],
+    answers: Answers,
+) -> None:
+    """Print the groups one after the other, whole models before slices, loads of requests last."""
+    both, last = len({group.layers is None for group in wanted}) == 2, ""
+    for number, group in enumerate((*wanted, *served)):
+        heading = SLICES if both and group.layers is not None else ""
+        heading = heading if isinstance(group, Group) else REQUESTS * bool(wanted)
+        click.echo("\n" * (number > 0) + f"{heading}\n\n" * bool(heading and heading != last), nl=False)
+        last = heading
+        if isinstance(group, RequestGroup):
+            _print_requests(group, served[group], ranks[group], answers.get(group))
+            continue
+        points = wanted[group]
         if group in answers:
             decision.show(answers[group])
         else:
@@ -105,7 +112,6 @@ def _print(wanted: Mapping[Group, Points], answers: Answers) -> None:
 
 
 def _name_best(group: Group, points: Points) -> None:
-    """Print the answer: the best configuration, its ties, and its commands."""
     winner = rates.winner(points)
     if winner is None:
         say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
@@ -148,7 +154,6 @@ def _figures(value: float | None) -> str:
 
 
 def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
-    """Return the table of the best points of loads, one a row."""
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": lambda point: point.case.label(),
         "#best batch": lambda point: str(point.case.workload.batch_size),
@@ -165,39 +170,29 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
 
 
 def _print_requests(
-    served: dict[RequestGroup, tuple[RequestPoint, ...]],
-    ranks: dict[RequestGroup, list[RequestRates]],
-    answers: Answers,
-    behind: bool,
+    group: RequestGroup, points: Sequence[RequestPoint], rows: list[RequestRates], answer: GroupDecision | None
 ) -> None:
-    """Print the groups of loads of requests, `behind` others."""
-    if served:
-        click.echo("\nREQUESTS: of different lengths, which come and end at any time\n\n" * behind, nl=False)
-    for number, (group, points) in enumerate(served.items()):
-        click.echo("\n" * (number > 0), nl=False)
-        rows = ranks[group]
-        if group in answers and rows:
-            decision.show(answers[group])
-        elif rows:
-            _name(group, rows)
-        say("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
-        for failed in {point.case.label(): point for point in points if not point.usable}.values():
-            if all(row.point.key != failed.key for row in rows):
-                say(f"{failed.case.label()}: {failed.status}.")
-        if not rows:
-            continue
-        console().print(_request_table(rows))
-        if any(row.point.case.lossy for row in rows):
-            say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
-        cautions = list(rates.conditions([row.point for row in rows]))
-        if single := sum(len(row.rates) == 1 for row in rows):
-            some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
-            cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
-        say("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
+    if answer is not None and rows:
+        decision.show(answer)
+    elif rows:
+        _name(group, rows)
+    say("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
+    for failed in {point.case.label(): point for point in points if not point.usable}.values():
+        if all(row.point.key != failed.key for row in rows):
+            say(f"{failed.case.label()}: {failed.status}.")
+    if not rows:
+        return
+    console().print(_request_table(rows))
+    if any(row.point.case.lossy for row in rows):
+        say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+    cautions = list(rates.conditions([row.point for row in rows]))
+    if single := sum(len(row.rates) == 1 for row in rows):
+        some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
+        cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
+    say("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
 
 
 def _name(group: RequestGroup, rows: list[RequestRates]) -> None:
-    """Name the best of ranked configurations, ties, and commands."""
     first, *others = rows
     point, e2e = first.point, first.point.summary("e2e_ms")
     rate_text = f"{figures(first.mean)} tok/s"
@@ -233,7 +228,6 @@ def _request_table(rows: list[RequestRates]) -> Table:
 
 
 def _request_row(row: RequestRates) -> dict[str, Any]:
-    """Return a configuration's loads of requests as JSON."""
     times = {name: row.point.summary(name) for name in METRICS}
     return {
         **(point_row(row.point) or {}),
@@ -248,7 +242,6 @@ def _request_row(row: RequestRates) -> dict[str, Any]:
 
 
 def _summary(group: Group, points: Points) -> dict[str, Any]:
-    """Return a group as JSON, in ms and bytes."""
     return {
         **group.model_dump(),
         "best": point_row(rates.winner(points)),

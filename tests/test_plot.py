@@ -354,7 +354,7 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
 
 def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["plot", str(results), "--format", "pdf"])
-    assert (done.exit_code, "write png, svg" in done.stderr) == (2, True)
+    assert (done.exit_code, "choose from png, svg" in done.stderr) == (2, True)
     (tmp_path / "occupied").write_text("")
     done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "occupied")])
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)

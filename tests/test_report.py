@@ -153,7 +153,7 @@ def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signatu
     assert row["tok/s"].startswith(rated(best.output_tok_s or 0))
     assert mentions(row["evidence"], "single run", "3 repeats")
     assert "fastest of 5 configurations" in row["verdict"]
-    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "Signature", "## 2.")]
+    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "## 2.")]
     assert order == sorted(order)
     risks = report.text[order[2] : order[3]]
     assert all(risk in risks for risk in ("3 loads", "dummy", "slice"))
@@ -240,20 +240,17 @@ def test_each_failure_is_in_a_table(report: Report) -> None:
     assert tops["deepspeed cpu"]["the fastest at its batch"].endswith("at 8")
 
 
-def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Report) -> None:
-    assert "Sizing and cost" not in report.sections
+def test_a_price_gives_costs(tmp_path: Path, report: Report) -> None:
+    assert "Cost" not in report.sections
     priced = point(case(8, layers=None), repeats=1, gpu={"energy_j": 2560.0})
     usd = 1e6 / (priced.output_tok_s or 0) / 3600 * 3
     lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
     store(tmp_path / "results" / "a.jsonl", [priced, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
-    prices = ("--gpu-hour-usd", 3, "--demand", "2Mtok/day")
-    document = Report(tmp_path / "results", *prices)
-    cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "GPUs at work"))
+    document = Report(tmp_path / "results", "--gpu-hour-usd", 3)
+    cost = document.rows("Cost", "USD a million tokens")
     assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
     assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
-    assert (fleet[0]["GPUs at work"], fleet[0]["spare"], fleet[0]["GPUs"]) == ("5", "1", "6")
     assert mentions(document.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
-    assert mentions(document.text, "2,000,000", "24 h 00 min", "80%")
     (best,) = re.findall(
         r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', document.page[document.page.index('id="cost"') :]
     )
@@ -383,10 +380,6 @@ def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
     assert Table("", ("name", "#none", "#some"), rows).filled() == Table(
         "", ("name", "#some"), (Row(("a", "1")), Row(("b", "")))
     )
-
-
-def test_a_deadline_alone_is_refused(results: Path) -> None:
-    assert invoke("report", results, "-o", results / "report.html", "--deadline", "8h").exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere", "empty.jsonl"])

@@ -15,7 +15,7 @@ from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
 from zinfer.commands.decision import GroupDecision, point_row
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option, price_options
+from zinfer.commands.options import SHARE, option, price
 from zinfer.commands.out import Table, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
 from zinfer.core.case import Case
@@ -34,7 +34,11 @@ REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 @option("-m --model", str, "Show only this model.")
 @option("--sla levels", str, "Level to keep, such as ttft:p99:<=:2s. Repeatable.", multiple=True, metavar="LEVEL")
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
-@price_options
+@price
+@option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS")
+@option("--deadline", str, "Time in which the demand is due: 8h, 30min, 2s.", metavar="TIME")
+@option("--utilisation", SHARE, "Share of a GPU's throughput to plan with.", default=0.8)
+@option("--spare", click.IntRange(min=0), "Number of spare GPUs.", default=1)
 @option("--json as_json", bool, "Print JSON.")
 def command(results: Path | None, machine: str | None, model: str | None, as_json: bool, **asked: Any) -> None:
     """Name the fastest configuration, what offload gains, and where memory ends: of this machine's results, or of

@@ -269,16 +269,7 @@ class PerMachine(click.ParamType[Any]):
         return tuple((name.strip(), self._kind.convert(text.strip(), param, ctx)) for name, _, text in words)
 
 
-sizing_options = together(
-    option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS"),
-    option("--deadline", str, "Time in which the demand is due: 8h, 30min, 2s.", metavar="TIME"),
-    option("--utilisation", SHARE, "Share of a GPU's throughput to plan with.", default=0.8),
-    option("--spare", click.IntRange(min=0), "Number of spare GPUs.", default=1),
-)
-price_options = together(
-    option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour."), sizing_options
-)
-
+price = option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour.")
 
 job_options = together(  # of a command that answers requests
     engine,

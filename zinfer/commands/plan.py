@@ -42,10 +42,8 @@ SHIPPED = Path(str(files("zinfer"))) / "catalog" / "calibration.json"  # `--cali
 ALL = "all"
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
-SCENARIOS = dict.fromkeys(("weight_codec", "kv_offload", "kv_cache_dtype", "experts"), "auto") | {
-    "draft": "none",
-    "gpus": 1,
-}
+UNSET = dict.fromkeys(("weight_codec", "kv_offload", "kv_cache_dtype", "experts"), "auto")
+SCENARIOS = UNSET | {"draft": "none", "gpus": 1}
 # options that are not of the recipe
 ASKED = ("settings", "host_memory", "acceptance", "levels", "objective", "stated", "prompts", "as_json")
 PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine, or "" for all, and a value
@@ -164,7 +162,6 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
 
 
 def _machines(sweep: Sweep, settings: tuple[str, ...], host_memory: PerMachineValues) -> list[Machine]:
-    """Return the machines to plan for, by default this one."""
     names = [name for asked in sweep.machine for name in (catalogue_names() if asked == ALL else (asked,))]
     named = [load_machine(name) for name in dict.fromkeys(names)] if names else [local.this_machine()]
     sizes = _by_machine("--host-memory", host_memory, named)
@@ -223,7 +220,6 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def _hypothetical(plan: Plan) -> list[str]:
-    """Return the options of a plan that its engine does not have."""
     fields = ENGINES[plan.case.engine].options.model_fields if plan.case.engine in ENGINES else {}
     return [f"{key}={value} with {plan.case.engine}" for key, value in plan.case.options if key not in fields]
 
@@ -289,12 +285,12 @@ def _groups(
                     efficiency = efficiencies.get(load.engine, Efficiency()) if efficiencies else None
                     planners[case] = Planner(case, model, machine, efficiency)
         part = "" if layers is None else f", {layers} layers"
-        positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
+        part += f" ({spec.max_position:,} positions)" if spec.max_position else ""
         planned = True
         criteria = question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        yield Group(f"{name}{part}{positions}, {input_len} in / {output_len} out", machine, plans, criteria, answer)
+        yield Group(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer)
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:
@@ -363,13 +359,11 @@ def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[st
 
 
 def _print(group: Group, question: ranking.Question, calibrated: bool) -> None:
-    criteria = group.criteria
-
     def shown(plan: Plan, value: float | None, form: Callable[[float], str]) -> str:
         return form(value) if plan.holds and value else "-"
 
     def price(plan: Plan) -> str:
-        usd = None if criteria is None or criteria.gpu_hour_usd is None else question.usd_per_mtok(plan)
+        usd = question.usd_per_mtok(plan) if question.pays else None
         return "" if usd is None else figures(usd)
 
     def band(plan: Plan) -> str:
@@ -466,9 +460,8 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a sentence on the experts that cross the link, by plan."""
     for plan in plans:
         model, placement = plan.model, plan.placement
-        tokens = plan.case.workload.batch_size * (
-            1 + (0 if plan.drafting is None else plan.drafting.drafts)
-        )  # of a step
+        drafts = 0 if plan.drafting is None else plan.drafting.drafts
+        tokens = plan.case.workload.batch_size * (1 + drafts)  # of a step
         if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host":
             continue
         label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"

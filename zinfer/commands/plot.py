@@ -1,5 +1,6 @@
 """`zinfer plot`: figures of the results."""
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -10,35 +11,36 @@ from matplotlib.figure import Figure
 from zinfer.analysis import study as studies
 from zinfer.analysis.group import groups, path_part
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option
+from zinfer.commands.options import Words, option
 from zinfer.commands.out import say, write
-from zinfer.commands.results import choose, results_options, usable
+from zinfer.commands.results import ALL, choose, results_options, usable
 from zinfer.core.errors import NOTHING
 from zinfer.record import study
 from zinfer.record.measurement import latest
 from zinfer.report.plot import figures, style
 
+FIGURES = (*figures.FIGURES, "reuse")
+
 
 @click.command("plot")
 @results_options
 @option("-o --output", click.Path(path_type=Path), "Folder.", default="plots")
-@option("--format formats", str, "Formats: png, svg, or both.", metavar="png|svg,..", default="png,svg")
-@option("--figure wanted", str, "throughput, latency, timeline, reuse.", metavar="NAME,..|all", default="all")
-def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
+@option("--format forms", Words(get_args(style.Format)), "Formats.", default="png,svg")
+@option("--figure wanted", Words((*FIGURES, ALL)), "Figures.  [default: all]")
+def command(
+    results: Path | None,
+    machine: str | None,
+    output: Path,
+    forms: Sequence[style.Format],
+    wanted: Sequence[str] | None,
+) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
     show throughput over batch size, latency over throughput, and the timeline of a decode step where one was traced;
     and those of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
-    forms = [name for name in get_args(style.Format) if name in formats.split(",")]
-    if len(forms) != len(formats.split(",")):
-        raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
-    available = [*figures.FIGURES, "reuse"]
-    names = available if wanted == "all" else wanted.split(",")
-    if unknown := [name for name in names if name not in available]:
-        choice = ", ".join(available)
-        raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
+    names = FIGURES if wanted is None or ALL in wanted else wanted
     chosen = choose(results, machine)
     sweeps = chosen.read()
     all_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
@@ -49,7 +51,7 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
     except Failure:
         if not runs:
             raise
-    missing = set(names) if wanted != "all" else set()
+    missing = set() if names is FIGURES else set(names)
     # A case that several files have is drawn as it was measured last, in the figures of each.
     newest = {(point.machine, point.case): point for point in latest(chain(*(records.points for _, records in sweeps)))}
     for file, records in sweeps:
@@ -70,7 +72,7 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         raise Failure(f"no point in {chosen.path} has what figure {names_of} would show{why}", NOTHING)
 
 
-def _write(figure: Figure, stem: Path, forms: list[style.Format]) -> None:
+def _write(figure: Figure, stem: Path, forms: Sequence[style.Format]) -> None:
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")
         write(path, style.render(figure, form))

@@ -43,13 +43,17 @@ class Question(NamedTuple):
         """Tell whether the machine's price is the catalogue's."""
         return not {machine.name, ""} & self.stated.keys() and self.price(machine) is not None
 
+    @property
+    def pays(self) -> bool:
+        """True if prices matter to what was asked."""
+        return bool(self.stated) or self.prompts is not None or self.objective == "cost"
+
     def on(self, machine: Machine) -> DecisionCriteria | None:
         """Return the criteria for plans on a machine; None if nothing was asked."""
-        pays = bool(self.stated) or self.prompts is not None or self.objective == "cost"
         price, objective = self.price(machine), self.objective
         if objective == "cost" and price is None and any(map(self.price, self.machines)):
             objective = "throughput"
-        return decision.question(self.levels, objective, gpu_hour_usd=price if pays else None)
+        return decision.question(self.levels, objective, gpu_hour_usd=price if self.pays else None)
 
     def run(self, plan: Plan) -> tuple[float, float | None] | None:
         """Return the hours and USD of all prompts on one machine; None if unknown."""
@@ -70,8 +74,8 @@ class Question(NamedTuple):
 
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
-        criteria, listed = self.on(machine), economics.list_price(machine)
-        if listed is None or not self.assumes(machine) or criteria is None or criteria.gpu_hour_usd is None:
+        listed = economics.list_price(machine)
+        if listed is None or not self.assumes(machine) or not self.pays:
             return ""
         usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
         return f"{usd}: {listed.source}, {listed.date}; --price states yours."
@@ -116,7 +120,6 @@ class Group(NamedTuple):
     title: str  # without the machine
     machine: Machine
     plans: list[Plan]
-    criteria: DecisionCriteria | None
     answer: GroupDecision | None
 
     @property
@@ -137,7 +140,6 @@ class Group(NamedTuple):
 
 
 def _levels(group: Group) -> str:
-    """Return whether the levels are kept, else the values that miss them."""
     if group.missed:
         values = [f"{check.value} {check.sla.metric}".removesuffix(" output_tok_s") for check in group.missed]
         return f"no: {', '.join(values)}"

@@ -1,16 +1,15 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
-from zinfer.analysis.economics import parse_demand
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option, price_options
+from zinfer.commands.options import option, price
 from zinfer.commands.out import write
 from zinfer.commands.results import Chosen, choose, results_options
 from zinfer.core.case import Case
@@ -19,7 +18,7 @@ from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.store import Records
 from zinfer.report import contents, page
-from zinfer.report.findings import Demand, Findings, WorkloadFindings
+from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.system import machines
 
 
@@ -31,20 +30,17 @@ from zinfer.system import machines
     "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
 )
 @option("-m --model", str, "Report only this model.")
-@price_options
-def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **how: Any) -> None:
+@price
+def command(
+    results: Path | None, machine: str | None, output: Path | None, model: str | None, gpu_hour_usd: float | None
+) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
     the decision and its risks, then the results, predictions and evidence behind it.
 
     The page needs no other file and no network. Prints the path it wrote. Equal results give equal bytes.
     """
-    demand = how["demand"]
     if output is not None and output.suffix != ".html":
         raise click.BadParameter(f"{str(output)!r}: the report is HTML, name a file .html", param_hint="--output")
-    if how["deadline"] is not None and demand is None:
-        raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
-    spread = how["utilisation"], how["spare"]
-    asked = None if demand is None else Demand(demand, *parse_demand(demand, how["deadline"]), *spread)
     chosen = choose(results, machine)
     findings = _findings(chosen, model)
     if not (findings.workloads or findings.studies or findings.requests):
@@ -52,7 +48,7 @@ def command(results: Path | None, machine: str | None, output: Path | None, mode
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
     output = output or Path("plots") / _folder(findings) / "report.html"
-    document = contents.document(findings._replace(gpu_hour_usd=how["gpu_hour_usd"], demand=asked))
+    document = contents.document(findings._replace(gpu_hour_usd=gpu_hour_usd))
     write(output, page.html(document))
     click.echo(output)
 

@@ -73,13 +73,7 @@ class Picture(NamedTuple):
     svg: str
 
 
-class Signature(NamedTuple):
-    """Lines that are filled in by hand."""
-
-    lines: tuple[str, ...]
-
-
-Block = Heading | Text | Items | Command | Table | Picture | Signature
+Block = Heading | Text | Items | Command | Table | Picture
 
 
 class Section(NamedTuple):

@@ -29,23 +29,12 @@ class WorkloadFindings(NamedTuple):
         return f"{self.group.title}, {self.group.machine}"
 
 
-class Demand(NamedTuple):
-    """Demand for output tokens within `seconds`, and how to size a fleet."""
-
-    text: str
-    tokens: float
-    seconds: float
-    utilisation: float = 0.8
-    spare: int = 1
-
-
 class Findings(NamedTuple):
     """Everything that a report is made from. `damaged` names the lines of result files that could not be used."""
 
     workloads: tuple[WorkloadFindings, ...] = ()
     damaged: tuple[str, ...] = ()
     gpu_hour_usd: float | None = None
-    demand: Demand | None = None
     studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
 

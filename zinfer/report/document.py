@@ -4,9 +4,10 @@ Names of models and texts of errors come from anywhere, so blocks hold plain tex
 The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple, TypeVar
 
+T = TypeVar("T")
 Kind = Literal["", "best", "failed", "predicted"]
 
 
@@ -90,6 +91,17 @@ class Document(NamedTuple):
     title: str
     subtitle: str
     sections: tuple[Section, ...]
+
+
+def table(
+    caption: str,
+    columns: Mapping[str, Callable[[T], str]],
+    items: Iterable[T],
+    kind: Callable[[T], Kind] = lambda _item: "",
+) -> Table:
+    """Return a table of `items`, a row each: `columns` make its cells, `kind` says how it looks."""
+    rows = (Row(tuple(cell(item) for cell in columns.values()), kind(item)) for item in items)
+    return Table(caption, tuple(columns), tuple(rows))
 
 
 def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:

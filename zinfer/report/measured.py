@@ -1,6 +1,6 @@
 """Sections about measurements: configurations and percentiles, studies, machines."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
 from statistics import fmean
 
@@ -11,7 +11,7 @@ from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, gib
 from zinfer.record.measurement import Measurement
 from zinfer.report import requests
-from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Section, Table, Text, section
+from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Section, Table, Text, section, table
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.plot import figures, style
 
@@ -39,11 +39,6 @@ STEP_BAND, HOST_BAND = 0.2, 0.1
 DRAWN = 3  # models with a figure: `zinfer plot` draws all
 _PERCENTILES = ("p50", "p90", "p99")
 _TIMES: tuple[sla.Metric, ...] = ("ttft", "tpot")
-_COLUMNS = (
-    "configuration", "#batch", "#tok/s", "#95% interval",
-    *(f"#{time.upper()} {name}" for time in _TIMES for name in _PERCENTILES),
-    "#link share", "#GPU peak", "#host peak", "beyond the plan", "#OOM at", "#the fastest at its batch",
-)  # fmt: skip
 _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
@@ -65,7 +60,9 @@ def results(findings: Findings) -> Section:
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
         blocks += _figure(workload) if workload.group in drawn else ()
-        blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), _failed(workload.points)]
+        verdicts = (verdict for verdict in rates.offload_verdicts(workload.points) if verdict.compares)
+        lines = tuple(f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts)
+        blocks += [_tops(workload), Items(lines), _failed(workload.points)]
     words = [Text(_WORDS)] if blocks else []
     return section("results", "Results", (*words, *blocks, *requests.section(findings.requests)))
 
@@ -106,77 +103,61 @@ def titled(point: Measurement) -> str:
 
 def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     """Yield the figure of latency against throughput, as `zinfer plot` draws it."""
+
+    def described(point: Measurement) -> str:
+        first = duration(fmean(point.ttft_ms) / 1e3)
+        return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {first}"
+
     for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
         timed = by_load([point for point in workload.points if point.usable])
-        descriptions = (
-            f"{load.label()}: {'; '.join(map(_description, load_points))}" for load, load_points in timed.items()
-        )
-        yield Picture(title, f"{title} {'. '.join(descriptions)}.", style.render(figure, "svg").decode())
-
-
-def _description(point: Measurement) -> str:
-    return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {_mean(point.ttft_ms)}"
+        loads = ". ".join(f"{load.label()}: {'; '.join(map(described, points))}" for load, points in timed.items())
+        yield Picture(title, f"{title} {loads}.", style.render(figure, "svg").decode())
 
 
 def _tops(workload: WorkloadFindings) -> Table:
-    top = rates.winner(workload.points)
+    top, loads = rates.winner(workload.points), by_load(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
-    loads = by_load(workload.points)
-    rows = []
-    for point in rates.ranked(workload.points):
-        times = _times(loads[top.case.load], loads[point.case.load]) if top and point.case.load != top.case.load else ""
-        cells = (
-            titled(point),
-            str(point.case.workload.batch_size),
-            *rate(point),
-            *(_percentile(point, time, name) for time in _TIMES for name in _PERCENTILES),
-            *_use(point),
-            str(edges[point.case.load].smallest_oom or ""),
-            times,
+
+    def times(point: Measurement) -> str:
+        """Return the fastest configuration's speed-up at the largest batch of both."""
+        if top is None or point.case.load == top.case.load:
+            return ""
+        ours, theirs = (
+            {point.case.workload.batch_size: point for point in loads[case.load] if point.usable}
+            for case in (top.case, point.case)
         )
-        rows.append(Row(cells, _kind(point, top)))
-    return Table(f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}.", _COLUMNS, tuple(rows))
+        size = max(ours.keys() & theirs.keys(), default=None)
+        return "" if size is None else f"{change(theirs[size], ours[size]).times} at {size}"
+
+    columns: dict[str, Callable[[Measurement], str]] = {
+        "configuration": titled,
+        "#batch": lambda point: str(point.case.workload.batch_size),
+        "#tok/s": lambda point: rate(point)[0],
+        "#95% interval": lambda point: rate(point)[1],
+        **{f"#{time.upper()} {name}": _percentile(time, name) for time in _TIMES for name in _PERCENTILES},
+        "#link share": lambda point: f"{point.link_share:.0%}" if point.usable and point.link_share else "",
+        "#GPU peak": lambda point: gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+        "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
+        "beyond the plan": beyond,
+        "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
+        "#the fastest at its batch": times,
+    }
+    caption = f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}."
+
+    def kind(point: Measurement) -> Kind:
+        return "best" if point is top else "" if point.status == "ok" else "failed"
+
+    return table(caption, columns, rates.ranked(workload.points), kind)
 
 
-def _times(ours: Points, theirs: Points) -> str:
-    """Return the speed ratio at the largest batch of both configurations."""
-    before, after = (
-        {point.case.workload.batch_size: point for point in side if point.usable} for side in (theirs, ours)
-    )
-    size = max(before.keys() & after.keys(), default=None)
-    return "" if size is None else f"{change(before[size], after[size]).times} at {size}"
+def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
+    def cell(point: Measurement) -> str:
+        values = sla.samples(point, time)
+        enough = len(values) >= (1 if name == "p50" else sla.needed(name))
+        return duration(sla.statistic(values, name)) if enough else ""
 
-
-def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:
-    values = sla.samples(point, time)
-    enough = len(values) >= (1 if name == "p50" else sla.needed(name))
-    return duration(sla.statistic(values, name)) if enough else ""
-
-
-def _verdicts(points: Points) -> Iterator[str]:
-    for verdict in rates.offload_verdicts(points):
-        if verdict.compares:
-            yield f"{verdict.engine or 'Any engine'}: {verdict.text}"
-
-
-def _failed(points: Points) -> Table:
-    heads = ("configuration", "#batch", "outcome", "in", "message")
-    return Table("Failed points, and how the smallest such batch ended.", heads, _failures(points))
-
-
-def _kind(point: Measurement, winner: Measurement | None) -> Kind:
-    return "best" if point is winner else "" if point.status == "ok" else "failed"
-
-
-def _use(point: Measurement) -> tuple[str, str, str, str]:
-    """Return the link's share in decode steps, both memory peaks, and `beyond`."""
-    return (
-        f"{point.link_share:.0%}" if point.usable and point.link_share else "",
-        gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
-        gib(point.host_peak_bytes) if point.host_peak_bytes else "",
-        beyond(point),
-    )
+    return cell
 
 
 def beyond(point: Measurement) -> str:
@@ -194,24 +175,20 @@ def beyond(point: Measurement) -> str:
     return ", ".join(f"{name} {ratio:.2f}x" for name, ratio, band in ratios if abs(ratio - 1) > band)
 
 
-def _mean(samples_ms: Sequence[float]) -> str:
-    return duration(fmean(samples_ms) / 1e3)
-
-
-def _failures(points: Points) -> tuple[Row, ...]:
+def _failed(points: Points) -> Table:
     """Return a row for failed points of equal load, status and stage."""
     failures: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
             failures.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
-    rows = []
-    for (label, status, stage), load_points in failures.items():
-        sizes = [str(point.case.workload.batch_size) for point in load_points]
-        message = " ".join((load_points[0].error or "").split())
-        rows.append(
-            Row((label, ", ".join(sizes), status, stage, message if len(message) <= 160 else f"{message[:159]}…"))
-        )
-    return tuple(rows)
+    columns: dict[str, Callable[[list[Measurement]], str]] = {
+        "configuration": lambda alike: alike[0].case.label(),
+        "#batch": lambda alike: ", ".join(str(point.case.workload.batch_size) for point in alike),
+        "outcome": lambda alike: alike[0].status,
+        "in": lambda alike: alike[0].stage or "",
+        "message": lambda alike: style.shortened(" ".join((alike[0].error or "").split()), 160),
+    }
+    return table("Failed points, and how the smallest such batch ended.", columns, failures.values())
 
 
 def _studies(findings: Findings) -> Iterator[Block]:
@@ -229,7 +206,9 @@ def _machines(machines: Iterable[Machine]) -> Table:
     for machine in machines:
         gpu = f"{machine.gpu_count} × {machine.gpu_name}" if machine.gpu_count else "none: the CPU is the device"
         machine_facts = {"GPU": gpu} | {
-            _NAMES.get(name, name): _value(machine, name) for name in FIGURES if getattr(machine, name)
+            _NAMES.get(name, name): machine.describe(name).removesuffix(" (measured)")
+            for name in FIGURES
+            if getattr(machine, name)
         }
         if machine.gpu_count and machine.coherent:
             machine_facts["link, kind"] = "cache-coherent"
@@ -238,10 +217,6 @@ def _machines(machines: Iterable[Machine]) -> Table:
     names = dict.fromkeys(name for values in facts.values() for name in values)
     rows = tuple(Row((fact, *(values.get(name, "") for name in names))) for fact, values in facts.items())
     return Table("Capacities and rates, measured by `zinfer probe` unless said otherwise.", ("", *names), rows)
-
-
-def _value(machine: Machine, field: str) -> str:
-    return machine.describe(field).removesuffix(" (measured)")
 
 
 def _details(machine: Machine) -> dict[str, str]:

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from zinfer.analysis import requests, sla
-from zinfer.analysis.economics import Cost, EconomicsError, Point, cost
+from zinfer.analysis.economics import Cost, EconomicsError, Fleet, Point, cost
 from zinfer.analysis.rates import exact, lossy
 from zinfer.analysis.sla import Sla, SlaCheck
 from zinfer.core.value import Frozen
@@ -29,6 +29,9 @@ class Decision(Frozen):
     keeping: int = 0  # points that keep the levels
     usable: int = 0
     lossy: Point | None = None  # best of the points with lossy settings
+    gpu_hour_usd: float | None = None
+    fleet: Fleet | None = None  # for a demand, if one was asked for
+    too_slow: float | None = None  # seconds of one batch, or of a mean request, if that alone exceeds the deadline
 
 
 def decide(
@@ -52,6 +55,7 @@ def decide(
         return best.model_copy(update={"lossy": best_lossy})
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     counts: dict[str, Any] = {"objective": objective, "keeping": len(keeping), "usable": len(usable)}
+    counts["gpu_hour_usd"] = gpu_hour_usd
     if not keeping:
         nearest = min(usable, key=lambda point: sum(kept.miss for kept in check(point, slas)), default=None)
         return Decision(**counts, kept=check(nearest, slas) if nearest else (), nearest=nearest)

@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from zinfer.analysis import rates, requests
+from zinfer.analysis.best import Decision
 from zinfer.analysis.group import Group, Points, groups
 from zinfer.analysis.rates import Edge
 from zinfer.analysis.requests import RequestGroup, RequestRates
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
-from zinfer.commands.decision import GroupDecision, point_row
+from zinfer.commands.decision import point_row
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import SHARE, option, price
 from zinfer.commands.out import Table, console, say, table_of
@@ -24,7 +25,7 @@ from zinfer.core.units import counted, duration, figures, gib
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 
-Answers = dict[Group | RequestGroup, GroupDecision]
+Answers = dict[Group | RequestGroup, Decision]
 SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
 REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
@@ -84,7 +85,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
         click.echo(json.dumps(summaries, indent=1))
     else:
         _print(wanted, served, ranks, answers)
-    if answers and all(answer.decision.point is None for answer in answers.values()):
+    if answers and all(answer.point is None for answer in answers.values()):
         raise SystemExit(NOTHING)
 
 
@@ -174,7 +175,7 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
 
 
 def _print_requests(
-    group: RequestGroup, points: Sequence[RequestPoint], rows: list[RequestRates], answer: GroupDecision | None
+    group: RequestGroup, points: Sequence[RequestPoint], rows: list[RequestRates], answer: Decision | None
 ) -> None:
     if answer is not None and rows:
         decision.show(answer)

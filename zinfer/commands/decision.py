@@ -8,22 +8,13 @@ import click
 
 from zinfer.analysis import rates, reproduce
 from zinfer.analysis.best import Decision, Objective, decide
-from zinfer.analysis.economics import Fleet, Point, cost, fleet, parse_demand
+from zinfer.analysis.economics import Point, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
 
 ACCURACY = "`zinfer study accuracy` tells how far its text differs"
-
-
-class GroupDecision(NamedTuple):
-    """Decision for one group of points, and the machines for the demand."""
-
-    decision: Decision
-    gpu_hour_usd: float | None
-    fleet: Fleet | None
-    too_slow: float | None  # seconds of one batch, or of a mean request, if that alone is longer than the deadline
 
 
 class DecisionCriteria(NamedTuple):
@@ -39,18 +30,16 @@ class DecisionCriteria(NamedTuple):
 
     def answer(
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
-    ) -> GroupDecision:
+    ) -> Decision:
         """Return the decision for `points`, and the fleet for the demand."""
         decision = decide(points, self.slas, self.objective, self.gpu_hour_usd, rate)
-        machines = too_slow = None
-        if self.demand is not None and decision.point is not None:
-            point = decision.point
-            alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
-            if self.due and alone_s > self.demand[1]:
-                too_slow = alone_s
-            else:
-                machines = fleet(point, *self.demand, self.utilisation, self.spare)
-        return GroupDecision(decision, self.gpu_hour_usd, machines, too_slow)
+        point = decision.point
+        if self.demand is None or point is None:
+            return decision
+        alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
+        if self.due and alone_s > self.demand[1]:
+            return decision.model_copy(update={"too_slow": alone_s})
+        return decision.model_copy(update={"fleet": fleet(point, *self.demand, self.utilisation, self.spare)})
 
 
 def question(
@@ -72,9 +61,9 @@ def question(
     return DecisionCriteria(slas, objective, gpu_hour_usd, needed, utilisation, spare, deadline is not None)
 
 
-def lines(answer: GroupDecision, noun: str = "point") -> list[str]:
+def lines(decision: Decision, noun: str = "point") -> list[str]:
     """Return the answer in a few lines: of points, or as `noun` says of plans."""
-    decision, point = answer.decision, answer.decision.point
+    point = decision.point
     shown, predicted = point or decision.nearest, noun == "plan"
     if shown is None:
         return [f"No {noun} is usable."]
@@ -89,16 +78,16 @@ def lines(answer: GroupDecision, noun: str = "point") -> list[str]:
     rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"
     choice = f"{decision.keeping} of {counted(decision.usable, noun)} to choose from"
     head = f"Best by {decision.objective}, {choice}: {_named(point)}{rate}"
-    return [head, *levels, *(f"  {line}" for line in costs(answer))]
+    return [head, *levels, *(f"  {line}" for line in _costs(decision))]
 
 
-def show(answer: GroupDecision) -> None:
+def show(decision: Decision) -> None:
     """Print the answer in a few lines."""
-    say("\n".join(lines(answer)))
-    if answer.decision.point is not None:
-        show_commands(answer.decision.point)
-    if answer.decision.lossy is not None:
-        say(f"Best lossy setting, ranked apart: {_named(answer.decision.lossy)}; {ACCURACY}.")
+    say("\n".join(lines(decision)))
+    if decision.point is not None:
+        show_commands(decision.point)
+    if decision.lossy is not None:
+        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Point) -> None:
@@ -107,16 +96,16 @@ def show_commands(point: Point) -> None:
     click.echo(f"  use it:     {use}\n  reproduce:  {again}")
 
 
-def costs(answer: GroupDecision) -> list[str]:
-    cost, machines, point = answer.decision.cost, answer.fleet, answer.decision.point
+def _costs(decision: Decision) -> list[str]:
+    cost, machines, point = decision.cost, decision.fleet, decision.point
     lines = []
     if cost is not None and cost.usd_per_mtok is not None:
         lines.append(f"{figures(cost.usd_per_mtok)} USD a million output tokens")
     if cost is not None and cost.j_per_token is not None:
         lines.append(f"{figures(cost.j_per_token)} J an output token ({cost.method})")
-    if answer.too_slow is not None:
+    if decision.too_slow is not None:
         unit = "one batch" if isinstance(point, Measurement) else "a request"
-        lines.append(f"{unit} takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
+        lines.append(f"{unit} takes {duration(decision.too_slow)}, longer than --deadline: no number of GPUs keeps it")
     elif machines is not None:
         lines.append(
             f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "
@@ -132,12 +121,12 @@ def _named(point: Point) -> str:
     return f"{point.case.label()}, {loop}"
 
 
-def row(answer: GroupDecision) -> dict[str, Any]:
+def row(decision: Decision) -> dict[str, Any]:
     """Return the answer as JSON: seconds, USD, J; null is unknown."""
-    decision, machines = answer.decision, answer.fleet
+    machines = decision.fleet
     return {
         "objective": decision.objective,
-        **{name: point_row(getattr(decision, name), answer.gpu_hour_usd) for name in ("point", "lossy", "nearest")},
+        **{name: point_row(getattr(decision, name), decision.gpu_hour_usd) for name in ("point", "lossy", "nearest")},
         "levels": [
             {"level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok}
             for check in decision.kept

@@ -157,7 +157,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         say(f"`zinfer plan --model {plans[0].case.model} --machine all` names the machines on which it fits", err=True)
         raise SystemExit(NOTHING)
     answers = [group.answer for group in groups if group.answer is not None]
-    if answers and all(answer.decision.point is None for answer in answers):
+    if answers and all(answer.point is None for answer in answers):
         raise SystemExit(NOTHING)
 
 
@@ -314,7 +314,7 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
 
     able = {each.case: each for each in (fastest, planner.searched(workload, 1))}.values()
     plans = [with_drafts(each, plan) for each in able for plan in each.within(workload, keeps)]
-    decided = criteria.answer(ranking.as_points(plans)).decision
+    decided = criteria.answer(ranking.as_points(plans))
     point = decided.point or decided.nearest
     return [*stated, *[plan for plan in plans if point is None or plan.case == point.case][:1]]
 

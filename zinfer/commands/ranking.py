@@ -5,10 +5,10 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from zinfer.analysis import economics, sla
-from zinfer.analysis.best import Objective
+from zinfer.analysis.best import Decision, Objective
 from zinfer.analysis.sla import SlaCheck
 from zinfer.commands import decision
-from zinfer.commands.decision import DecisionCriteria, GroupDecision
+from zinfer.commands.decision import DecisionCriteria
 from zinfer.commands.out import console, say, table_of
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
@@ -120,12 +120,12 @@ class Group(NamedTuple):
     title: str  # without the machine
     machine: Machine
     plans: list[Plan]
-    answer: GroupDecision | None
+    answer: Decision | None
 
     @property
     def plan(self) -> Plan:
         """Best plan: as decided, else the fastest that fits, else the smallest."""
-        decided = None if self.answer is None else self.answer.decision.point or self.answer.decision.nearest
+        decided = None if self.answer is None else self.answer.point or self.answer.nearest
         holding = [plan for plan in self.plans if plan.holds]
         return (
             next((plan for plan in holding if decided is not None and plan.case == decided.case), None)
@@ -136,14 +136,14 @@ class Group(NamedTuple):
     @property
     def missed(self) -> list[SlaCheck]:
         """Levels that the best plan misses."""
-        return [] if self.answer is None else [check for check in self.answer.decision.kept if not check.ok]
+        return [] if self.answer is None else [check for check in self.answer.kept if not check.ok]
 
 
 def _levels(group: Group) -> str:
     if group.missed:
         values = [f"{check.value} {check.sla.metric}".removesuffix(" output_tok_s") for check in group.missed]
         return f"no: {', '.join(values)}"
-    return "yes" * bool(group.answer is not None and group.answer.decision.kept)
+    return "yes" * bool(group.answer is not None and group.answer.kept)
 
 
 def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool) -> None:

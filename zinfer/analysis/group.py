@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import PurePath
 from statistics import fmean
 from typing import Any, Literal, Self, TypeVar, get_args
@@ -14,7 +15,8 @@ from zinfer.record.measurement import Measurement, Recorded, latest
 
 Points = Sequence[Measurement]
 P = TypeVar("P", bound=Recorded)
-CASES = 1 << 14  # cases whose order is kept: a report asks for it again and again
+CASES = 1 << 14  # cases whose load and order are kept: a report asks for them again and again
+load_of = lru_cache(CASES)(attrgetter("load"))
 Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]
 
 
@@ -133,13 +135,8 @@ def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
     """Return points by load (the case at batch 1), batch sizes ascending."""
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
-        loads.setdefault(_load(point.case), []).append(point)
+        loads.setdefault(load_of(point.case), []).append(point)
     return {load: tuple(load_points) for load, load_points in loads.items()}
-
-
-@lru_cache(CASES)
-def _load(case: Case) -> Case:
-    return case.load
 
 
 @lru_cache(CASES)

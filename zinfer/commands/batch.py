@@ -42,12 +42,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @option("--shard", options.SHARD, "Answer only the lines i, i+n, .., into a part beside --output: for a job array.")
 @option("--merge", bool, "Put the answers of all shards together, in the order of PROMPTS.")
-@option(
-    "--ray",
-    str,
-    "Answer a shard on each node of a Ray cluster, and merge: auto, HOST:PORT or local.",
-    metavar="ADDRESS",
-)
+@option("--ray", str, "Answer a shard on each node of a Ray cluster: auto, HOST:PORT or local.", metavar="ADDRESS")
 @option("--force", bool, "Add to answers of another job; with --merge: replace other answers.")
 @click.pass_obj
 def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, **how: Any) -> None:
@@ -74,14 +69,17 @@ def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, *
     if how["model"] is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
     if ray is not None and shard is None:  # a task of Ray has both
-        _on_nodes(bool(debug), how["prompts"], how["output"], how["force"], ray)
+        with Watch() as watch, _ended_in_order(watch):
+            words = [sys.executable, "-m", "zinfer", *sys.argv[1:]]
+            answer_on_nodes(words, how["output"], ray, bool(debug), watch.message)
+        _merge(how["prompts"], how["output"], how["force"])
     raise SystemExit(_answer(bool(debug), how, shard))
 
 
 def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     """Answer the lines of a file or shard; return the exit code."""
-    prompts, output = how["prompts"], how["output"]
-    output = output if shard is None else shard.path(output)
+    prompts = how["prompts"]
+    output = how["output"] if shard is None else shard.path(how["output"])
     content, lines = _requests(prompts, output)
     lines = lines if shard is None else [*shard.of(lines)]
     job = options.prepared("batch", how)
@@ -104,9 +102,7 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
         lacking = [line for line in lines if line.id not in ledger.done]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
-        progress = None
-        if waiting:
-            progress = _run(waiting, job, ledger, watch, debug, how)
+        progress = _run(waiting, job, ledger, watch, debug, how) if waiting else None
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
         errors = sum(not answer.ok for answer in done)
@@ -123,13 +119,6 @@ def _requests(prompts: Path, output: Path) -> tuple[bytes, list[BatchLine | Faul
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
     return content, lines
-
-
-def _on_nodes(debug: bool, prompts: Path, output: Path, force: bool, ray: str) -> NoReturn:
-    """Answer a shard on each node of Ray, merge, and exit."""
-    with Watch() as watch, _ended_in_order(watch):
-        answer_on_nodes([sys.executable, "-m", "zinfer", *sys.argv[1:]], output, ray, debug, watch.message)
-    _merge(prompts, output, force)
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -173,7 +162,6 @@ def _run(
 
 @contextmanager
 def _ended_in_order(watch: Watch) -> Iterator[None]:
-    """Exit with one line where a job is interrupted."""
     try:
         yield
     except Interrupted as interrupt:

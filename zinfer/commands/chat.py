@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import click
 
@@ -49,7 +48,8 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
         try:
             with Signals(signal.SIGINT) as signals, signals.raised():
                 click.echo("> ", nl=False, err=True)
-                _until_typed()
+                while not select.select([sys.stdin], [], [], WAIT_S)[0]:
+                    pass  # so that signals are handled
                 line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
         except KeyboardInterrupt:
             if interrupted:
@@ -63,12 +63,6 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
-
-
-def _until_typed() -> None:
-    """Wait until the terminal has a line: a moment at a time, so that signals are handled."""
-    while not select.select([sys.stdin], [], [], WAIT_S)[0]:
-        pass
 
 
 class Stop:

@@ -86,7 +86,6 @@ def _points(path: Path) -> tuple[Measurement, ...]:
 
 
 def _nothing_common(before: Path, after: Path, comparison: Comparison) -> str:
-    """Return the message for files without a common case."""
     sides = [[point.case for point in points] for points in (comparison.only_before, comparison.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):
         ours, theirs = ({str(getattr(case, field) or "none") for case in side} for side in sides)

@@ -87,12 +87,10 @@ def machine_rows() -> list[Finding]:
 
 
 def _first(*names: str) -> str | None:
-    """Return the path of the first program that is installed."""
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def _async_io_row() -> Finding:
-    """Return the row on libaio and C++, for DeepSpeed's offload `nvme`."""
     folders = [*os.environ.get("CPATH", "").split(":"), "/usr/include", "/usr/local/include"]
     headers = (Path(folder, "libaio.h") for folder in folders if folder)
     parts = {

@@ -22,7 +22,7 @@ from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
 from zinfer.commands.ranking import Group
 from zinfer.core.case import Case
-from zinfer.core.engine import ENGINES, OptionError, Options, conflict, is_server
+from zinfer.core.engine import ENGINES, OptionError, conflict, is_server
 from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, catalogue_names, override
 from zinfer.core.model import ModelError, ModelSpec, check_positions
@@ -184,7 +184,6 @@ def _by_machine(option: str, given: PerMachineValues, machines: Sequence[Machine
 
 
 def _print_machine(machine: Machine, calibrated: bool) -> None:
-    """Print the link's rate, replaced figures, and the peaks of limits."""
     shown = dict.fromkeys(("h2d_bandwidth", *machine.overridden))
     say(f"{machine.name}: " + "; ".join(f"{field} {machine.describe(field)}" for field in shown))
     peak = machine.at_peak().model_copy(update={"sources": {}})
@@ -277,7 +276,10 @@ def _groups(
         for load in runnable:
             if (load.model, load.layers) == (name, layers):
                 case = load.case("dummy", spec.dtype, input_len, output_len)
-                case = case.model_copy(update={"options": _effective_options(load)})
+                # what changes nothing: a codec does nothing for weights that stay
+                codec = {"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {}
+                settings = tuple(pair for pair in load.options if pair not in (SCENARIOS | codec).items())
+                case = case.model_copy(update={"options": settings})
                 if case not in planners:
                     model = records.routed(specs[load.weights])
                     if load.draft_model is not None:
@@ -310,7 +312,7 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
         return [*stated, with_drafts(fastest, fastest.best(workload))]
 
     def keeps(plan: Plan) -> bool:
-        return criteria.answer(ranking.as_points([with_drafts(planner, plan)])).decision.point is not None
+        return criteria.answer(ranking.as_points([with_drafts(planner, plan)])).point is not None
 
     able = {each.case: each for each in (fastest, planner.searched(workload, 1))}.values()
     plans = [with_drafts(each, plan) for each in able for plan in each.within(workload, keeps)]
@@ -338,12 +340,6 @@ def _runnable(sweep: Sweep) -> list[SweepLoad]:
         lacking = f"engine {', '.join(sweep.engine)} has no offload {', '.join(sweep.offload)}"
         raise click.UsageError(f"{lacking}; choose from --engine {', '.join(able)}")
     return runnable
-
-
-def _effective_options(load: SweepLoad) -> Options:
-    """Return the options that change something: a codec does nothing for weights that stay."""
-    idle = SCENARIOS | ({"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {})
-    return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 
 
 def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[str, Any]:

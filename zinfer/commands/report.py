@@ -5,6 +5,7 @@ from typing import get_args
 
 import click
 
+from zinfer.analysis.economics import Point
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
@@ -54,7 +55,10 @@ def command(
 
 
 def _findings(chosen: Chosen, model: str | None) -> Findings:
-    by_file = [(file, _of_model(records, model)) for file, records in chosen.read()]
+    def wanted(point: Point) -> bool:
+        return model is None or is_wanted(model, point.case.model)
+
+    by_file = [(file, records.those(wanted)) for file, records in chosen.read()]
     every = Records.together(records for _, records in by_file)
     folders = dict.fromkeys([*(file.parent for file, _ in by_file), *filter(Path.is_dir, chosen.roots())])
     names = [
@@ -84,13 +88,7 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     )
 
 
-def _of_model(records: Records, model: str | None) -> Records:
-    """Return the records of one model, or all."""
-    return records.those(lambda point: is_wanted(model, point.case.model)) if model else records
-
-
 def _folder(findings: Findings) -> str:
-    """Return the folder of the report in `plots`: the machine's, or ``all``."""
     names = {workload.group.machine for workload in findings.workloads}
     names |= {run.machine for run in findings.studies} | {point.machine for point in findings.requests}
     return path_part(names.pop()) if len(names) == 1 else "all"

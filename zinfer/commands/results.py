@@ -21,11 +21,11 @@ ALL = "all"
 
 def results_options(function: Command) -> Command:
     """Add the argument RESULTS and the option ``--machine``, which `choose` understands."""
-    help_text = (
+    text = (
         "Machines, separated by commas: names or their beginnings, or all, which includes the records in git.  "
         "[default: this machine; all of RESULTS where it is given]"
     )
-    function = option("--machine", str, help_text, metavar="NAME,..|all")(function)
+    function = option("--machine", str, text, metavar="NAME,..|all")(function)
     return click.argument("results", required=False, type=click.Path(path_type=Path))(function)
 
 

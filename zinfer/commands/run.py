@@ -221,7 +221,6 @@ def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
 
 
 def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
-    """Raise UsageError for options that exclude each other or have no effect."""
     of_a_chat = ("system", "chat_template", "kv_cache_size")
     typed = options.typed()
     if not chat and (given := [typed[name] for name in of_a_chat if name in typed]):

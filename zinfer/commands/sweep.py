@@ -44,6 +44,7 @@ CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "request
 DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
 # options that are not of the recipe
 HOW = ("nvme_path", "resume", "force", "dry_run", "yes", "as_json", "merge", "cluster", "slurm_args", "settings")
+MINUTES = options.Parsed("n|none", _minutes)
 IN_FLIGHT = options.comma_list("auto|n,..", parse_option, "auto, or positive whole numbers with commas between")
 RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with commas between, or inf")
 
@@ -82,9 +83,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
 @option("--sla", str, "Level, as ttft:p99:<=:30s; requests that keep all are goodput.", multiple=True, metavar="LEVEL")
 @option("--rounds", options.COUNT, "Repeat the whole sweep N times, reloading the model each time.  [default: 1]")
-@option(
-    "--minutes", options.Parsed("n|none", _minutes), "Begin no point after N minutes.  [default: 15; of shards none]"
-)
+@option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
 @option("--yes", bool, "Begin a sweep of more than an hour without a question.")
 @options.load_options
 @options.weights
@@ -172,7 +171,6 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
 
 
 def _prepared(plan: Sweep, machine: Machine, nvme_path: str | None, shard: Shard | None = None) -> list[sweep.LoadJob]:
-    """Return the loads of a sweep or shard, ready to run."""
     loads = [load for load in plan.loads() if options.locate(load) is not None]
     loads = loads if shard is None else [*shard.of(loads)]
     source, sets = partial(sweep.source_of, plan), requests.request_sets(plan)
@@ -180,12 +178,7 @@ def _prepared(plan: Sweep, machine: Machine, nvme_path: str | None, shard: Shard
 
 
 def _measure(
-    plan: Sweep,
-    output: Path,
-    nvme_path: str | None,
-    debug: bool,
-    how: dict[str, Any],
-    shard: Shard | None,
+    plan: Sweep, output: Path, nvme_path: str | None, debug: bool, how: dict[str, Any], shard: Shard | None
 ) -> sweep.Outcome:
     """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
     resume = how["resume"]
@@ -296,7 +289,6 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
 
 
 def _name(recipe: str | None, plan: Sweep) -> str:
-    """Return the result file's stem. The recipe's, or the model's and the slice's."""
     if recipe is not None:
         return Path(recipe).stem
     models = "-".join(Path(model).name for model in plan.model)

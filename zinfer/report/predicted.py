@@ -98,7 +98,7 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
         seen.add(case.model)
         places = [workload.machine, *map(load_machine, MACHINES)]
         ways = [_ways(case, spec, machine, efficiency[case.engine]) for machine in places]
-        plans = [max(alternatives, key=_merit) for alternatives in ways]
+        plans = [max(plans, key=lambda plan: (plan.output_tok_s or 0.0) if plan.holds else -1.0) for plans in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.holds and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
         load = case.workload
@@ -123,10 +123,6 @@ def _ways(case: Case, spec: ModelSpec, machine: Machine, efficiency: Efficiency)
     return [planner.best(case.workload) for planner in planners]
 
 
-def _merit(plan: Plan) -> float:
-    return plan.output_tok_s or 0.0 if plan.holds else -1.0
-
-
 def _machine_row(plan: Plan, base: float | None) -> Row:
     link, speed = plan.machine.h2d_bandwidth, plan.output_tok_s
     cells = (plan.machine.name, f"{gb(link)}/s" if link else "unknown")
@@ -142,7 +138,6 @@ def _machine_row(plan: Plan, base: float | None) -> Row:
 
 
 def _trust(efficiency: Mapping[str, Efficiency], rows: tuple[calibrate.PredictedPoint, ...]) -> str:
-    """Return how well each point is predicted from the others."""
     parts = []
     for engine in efficiency:
         of_engine = (row.error("tok_s") for row in rows if row.case.engine == engine)

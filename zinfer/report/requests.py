@@ -71,14 +71,13 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:
+    def shown(ms: float | None) -> str:
+        return "" if ms is None else duration(ms / 1e3)
+
     rows = [
-        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(_duration, times)))
+        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(shown, times)))
         for point in points
         for metric in METRICS
         for times in (point.summary(metric) or (None,) * 4,)
     ]
     return Table(f"{name}: times of requests in the last load.", TIMES, tuple(rows))
-
-
-def _duration(ms: float | None) -> str:
-    return "" if ms is None else duration(ms / 1e3)

@@ -74,9 +74,8 @@ def _row(workload: WorkloadFindings) -> Row:
     first = duration(sum(top.ttft_ms) / len(top.ttft_ms) / 1e3)
     tok_s = " ".join(rate(top)).strip()
     lossy = " (lossy)" * top.case.lossy
-    return Row(
-        (group.title, group.machine, named(top) + lossy, tok_s, first, _loads(workload, top), verdict(workload.points))
-    )
+    evidence = _loads(workload, top)
+    return Row((group.title, group.machine, named(top) + lossy, tok_s, first, evidence, verdict(workload.points)))
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:
@@ -96,7 +95,6 @@ def _request_rows(findings: Findings) -> Iterator[Row]:
 
 
 def _loads(workload: WorkloadFindings, point: Measurement) -> str:
-    """Return the number of loads of the model, and of repeats."""
     loads, repeats = workload.loads.get(point.case, (0.0,)), counted(len(point.ttft_ms), "repeat")
     if len(loads) == 1:
         return f"single run, {repeats}"
@@ -104,7 +102,6 @@ def _loads(workload: WorkloadFindings, point: Measurement) -> str:
 
 
 def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]:
-    """Yield the recommendation for a workload, its cost and command."""
     top = rates.winner(workload.points)
     assert top is not None  # it has alternatives
     case = top.case
@@ -132,7 +129,6 @@ def loss(point: Measurement, findings: Findings) -> str:
 
 
 def _risks(findings: Findings) -> tuple[str, ...]:
-    """Return the risks, each with the number of its rows."""
     rows = [(workload, top) for workload in findings.workloads if (top := rates.winner(workload.points))]
     counts: dict[str, int] = {}
     for workload, top in rows:

@@ -39,7 +39,8 @@ def throughput(group: Group, points: Points) -> Figure | None:
         return None
     others = tied(points, top)
     points = _shown(points)
-    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {rate_text(top)} tok/s{_alone(top)}."
+    alone = ", one repeat" * (len(top.ttft_ms) == 1) + ", a lossy setting" * top.case.lossy
+    answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {rate_text(top)} tok/s{alone}."
     answer += f" {others}" * bool(others)
     notes = (answer, f"{group.conditions}{_bars(points)}")
     sheet = Sheet(group, "which engine, at which batch?", notes)
@@ -50,7 +51,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     log_axis(axes, values)
     _failed(axes, points)
     axes.set_ylabel("output tokens a second")
-    batch_axis(axes, _sizes(points))
+    batch_axis(axes, map(_batch, points))
     return sheet.finish()
 
 
@@ -135,18 +136,9 @@ def _batch(point: Measurement) -> int:
     return point.case.workload.batch_size
 
 
-def _sizes(points: Points) -> list[int]:
-    return [_batch(point) for point in points]
-
-
 def _bars(points: Points) -> str:
     repeated = any(point.usable and len(point.ttft_ms) > 1 for point in points)
     return " · means of the repeats, bars their 95% confidence" if repeated else ""
-
-
-def _alone(point: Measurement) -> str:
-    """Return the words for unknown noise and for lossy settings."""
-    return ", one repeat" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
 
 
 def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:

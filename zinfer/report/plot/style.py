@@ -103,7 +103,6 @@ def render(figure: Figure, form: Format) -> bytes:
 
 
 def _texts(figure: Figure) -> Iterator[MatplotlibText]:
-    """Yield the texts of a figure, except ticks."""
     yield from figure.texts
     for legend in figure.legends:
         yield from legend.get_texts()
@@ -173,7 +172,11 @@ class Sheet:
 
     def finish(self) -> Figure:
         """Place title, notes and legend around the panels; return the figure."""
-        handles, labels = self._legend()
+        entries: dict[str, Any] = {}
+        for panel in self.panels:
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                entries.setdefault(label, handle)
+        handles, labels = list(entries.values()), list(entries)
         width = max(map(len, labels), default=0) * CHARACTER + 0.55
         columns = max(1, min(4, int((_WIDTH - _LEFT) // width)))
         heads = _TITLE_ROW if any(panel.get_title(loc="left") for panel in self.panels) else 0
@@ -198,13 +201,6 @@ class Sheet:
             ncols=columns, frameon=False, borderaxespad=0, borderpad=0.2, handlelength=2.6, columnspacing=2, fontsize=9,
         )  # fmt: skip
         return self._figure
-
-    def _legend(self) -> tuple[list[Any], list[str]]:
-        entries: dict[str, Any] = {}
-        for panel in self.panels:
-            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-                entries.setdefault(label, handle)
-        return list(entries.values()), list(entries)
 
 
 def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:

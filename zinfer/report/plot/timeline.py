@@ -68,21 +68,24 @@ def timeline(group: Group, points: Points) -> Figure | None:
     sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
     longest = max(length_ms(point.timeline) for point in shown)
     for axes, point in zip(sheet.panels, shown, strict=True):
-        _step(axes, point, longest)
+        _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest))
+        lines = _words(point)
+        for row, words_above in enumerate(lines):
+            axes.annotate(
+                words_above, (0, 1), xycoords="axes fraction", textcoords="offset points", size=9 if row else 10.5,
+                xytext=(_INDENT, 8 + _LINE * (len(lines) - 1 - row) + 2 * (not row)), color=GREY if row else INK,
+            )  # fmt: skip
     sheet.panels[-1].set_xlabel("ms from the beginning of the step")
     return sheet.finish()
 
 
 class _Lane(NamedTuple):
-    """A lane of a GPU, and what happens in it."""
-
     lane: Lane
     spans: Spans
     name: str
 
 
 def _lanes(spans: Spans) -> list[_Lane]:
-    """Return the busy lanes of all GPUs, from the top."""
     ranks = by_rank(spans)
     return [
         _Lane(lane, rank_spans, _LOOKS[lane][1] + (f" {rank_spans[0].rank}" if len(ranks) > 1 else ""))
@@ -90,17 +93,6 @@ def _lanes(spans: Spans) -> list[_Lane]:
         for lane in get_args(Lane)
         if any(span.lane == lane for span in rank_spans)
     ]
-
-
-def _step(axes: Axes, point: Measurement, longest: float) -> None:
-    """Draw a step on a common scale, with words above it."""
-    _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest))
-    lines = _words(point)
-    for row, words in enumerate(lines):
-        axes.annotate(
-            words, (0, 1), xycoords="axes fraction", textcoords="offset points", size=9 if row else 10.5,
-            xytext=(_INDENT, 8 + _LINE * (len(lines) - 1 - row) + 2 * (not row)), color=GREY if row else INK,
-        )  # fmt: skip
 
 
 def _words(point: Measurement) -> list[str]:
@@ -146,7 +138,6 @@ def _ms(value: float) -> str:
 
 
 def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
-    """Draw every span as a bar in its lane."""
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)

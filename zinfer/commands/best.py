@@ -97,7 +97,8 @@ def _print(
 ) -> None:
     """Print the groups one after the other, whole models before slices, loads of requests last."""
     both, last = len({group.layers is None for group in wanted}) == 2, ""
-    for number, group in enumerate((*wanted, *served)):
+    every: list[Group | RequestGroup] = [*wanted, *served]
+    for number, group in enumerate(every):
         heading = SLICES if both and group.layers is not None else ""
         heading = heading if isinstance(group, Group) else REQUESTS * bool(wanted)
         click.echo("\n" * (number > 0) + f"{heading}\n\n" * bool(heading and heading != last), nl=False)

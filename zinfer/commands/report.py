@@ -5,7 +5,6 @@ from typing import get_args
 
 import click
 
-from zinfer.analysis.economics import Point
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
@@ -17,6 +16,7 @@ from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
+from zinfer.record.measurement import Recorded
 from zinfer.record.store import Records
 from zinfer.report import contents, page
 from zinfer.report.findings import Findings, WorkloadFindings
@@ -55,7 +55,7 @@ def command(
 
 
 def _findings(chosen: Chosen, model: str | None) -> Findings:
-    def wanted(point: Point) -> bool:
+    def wanted(point: Recorded) -> bool:
         return model is None or is_wanted(model, point.case.model)
 
     by_file = [(file, records.those(wanted)) for file, records in chosen.read()]

@@ -28,7 +28,7 @@ def loaded(module: str) -> click.Command:
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command` and its own commands; safe to call twice."""
+    """Bound all values of `command` and of its own commands. Safe to call twice."""
     for verb in getattr(command, "commands", {}).values():
         bound(verb)
     for parameter in command.params:

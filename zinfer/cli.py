@@ -71,7 +71,6 @@ MESSAGE = 2000  # most characters of an error message, which may repeat a value 
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    """Print an error, at most MESSAGE characters, wrapped on a terminal; exit."""
     text = f"Error: {text if len(text) <= MESSAGE else f'{text[:MESSAGE]}…'}"
     if sys.stderr.isatty():
         from zinfer.commands.out import wrapped

@@ -409,7 +409,6 @@ def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
 
 
 def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
-    """Return the error that nine of ten rows of each kind keep."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         if (error := row.error("tok_s")) is not None:

@@ -195,7 +195,6 @@ def _by_batch(points: Points) -> dict[int, Measurement]:
 
 
 def _unmeasured(using: Points) -> str:
-    """Return the command that measures without offload what `using` measured with it."""
     point = best(using) or using[0]
     path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
     return f"fits on the GPU: not measured; measure it with `{reproduce.without_offload(point.case, path)}`"

@@ -60,7 +60,6 @@ def without_offload(case: Case, path: str) -> str:
 
 
 def _asked(requests: RequestLoad) -> list[str]:
-    """Return the options of equal requests; files without folder and checksum."""
     lengths = requests.source.partition(":")[0] in ("lognormal", "uniform", "fixed")
     words = ["--request-lengths", requests.source] if lengths else ["--requests", requests.source.rpartition(" ")[0]]
     words += ["--num-requests", str(requests.requests), "--seed", str(requests.seed)]

@@ -42,7 +42,6 @@ def command(ctx: click.Context) -> None:
 
 
 def _run(ctx: click.Context, *words: str) -> int:
-    """Run a verb of zinfer in this process; return its exit code."""
     group = ctx.find_root().command
     try:
         group.main(list(words), prog_name="zinfer", standalone_mode=False, obj=ctx.obj)

@@ -43,8 +43,6 @@ def bound(command: click.Command) -> None:
 
 
 def _bounded(convert: Callable[..., Any], largest: int) -> Callable[..., Any]:
-    """Return `convert` with limits on its text and its result."""
-
     def checked(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         longest = TEXT if param is not None and param.name in PROSE else NAME
         if isinstance(value, str) and len(value) > longest:

@@ -134,7 +134,6 @@ class Table:
         return min(natural, max(words, MIN_WORDS)), natural
 
     def _min_width(self, shown: Sequence[int]) -> int:
-        """Return the smallest width of these columns, without a frame."""
         return sum(self._widths(nth)[0] for nth in shown) + 2 * (len(shown) - 1)
 
     def _grid(self, shown: Sequence[int], width: int) -> Grid:
@@ -159,7 +158,6 @@ class Table:
         return grid
 
     def _blocks(self) -> Iterable[Text]:
-        """Yield each row as its first cell, then a line a value."""
         named = max(map(len, self.columns[1:]), default=0)
         for row in self.rows:
             yield Text(row[0], overflow="fold")

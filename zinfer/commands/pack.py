@@ -71,7 +71,6 @@ def command(engine: str, output: Path | None, **how: Any) -> None:
 
 
 def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool | None) -> Path:
-    """Write the packed layers of a checkpoint; return their folder."""
     from zinfer.engine.stream.weights import packed
 
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)

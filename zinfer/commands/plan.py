@@ -208,7 +208,6 @@ def _remarks(plans: Sequence[Plan], brief: bool) -> Iterator[str]:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    """Yield the memory that a plan needs of an unknown tier."""
     machine, label = plan.machine, plan.case.label()
     if ranking.host_unknown(plan):
         size = ranking.host_needed(plan).rstrip("?").replace(" ", "")
@@ -475,6 +474,5 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def _routing(plan: Plan) -> str:
-    """Return the source of a prediction with experts on demand: a record of routing, or an assumption."""
     routing, evenly = plan.model.routing, "as if tokens chose evenly (`zinfer study routing`)"
     return f"predicted {evenly}" if routing is None else f"predicted by {routing.source}; what it lacks, {evenly}"

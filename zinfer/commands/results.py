@@ -83,7 +83,6 @@ class Chosen(NamedTuple):
         return Failure(text, NOTHING)
 
     def _matching(self, names: Iterable[str]) -> list[str]:
-        """Return the chosen `names`: exact ones, else by their beginning."""
         names = sorted(names)
         if self.machines is None:
             return names

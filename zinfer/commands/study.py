@@ -46,7 +46,6 @@ def command() -> None:
 
 
 def _keep(run: Study, output: Path | None) -> None:
-    """Add a run to `output`, or to the machine's file."""
     path = output or RESULTS / run.machine
     if output is None or path.is_dir():
         path /= f"{run.study}.jsonl"
@@ -55,7 +54,6 @@ def _keep(run: Study, output: Path | None) -> None:
 
 
 def _present(run: Study) -> None:
-    """Print a run as a table and its notes."""
     shown = show(run)
     console().print(table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)
 

@@ -237,7 +237,6 @@ def _recorded(output: Path, resume: bool) -> Records:
 
 
 def _check_settings(output: Path, done: Records, header: Header, force: bool) -> None:
-    """Raise Failure if the result file was made with other settings."""
     if force or not done.headers:
         return
     defaults = Sweep.model_construct(model=()).model_dump(mode="json")  # keys that an older file does not have

@@ -100,7 +100,6 @@ class Watch:
         return clock if left is None else f"{clock}, about {duration(max(1, round(left)))} left"
 
     def _counted(self) -> str:
-        """Return the points done of all, for the head of a line."""
         if self._outlook is None:
             return ""
         done, points = self._outlook.done, self._outlook.points

@@ -11,28 +11,20 @@ T = TypeVar("T")
 Kind = Literal["", "best", "failed"]
 
 
-class Heading(NamedTuple):
+class Heading(str):
     """Heading within a section."""
 
-    text: str
 
-
-class Text(NamedTuple):
+class Text(str):
     """Paragraph."""
 
-    text: str
 
-
-class Items(NamedTuple):
-    """List of sentences."""
-
-    lines: tuple[str, ...]
-
-
-class Command(NamedTuple):
+class Command(str):
     """Lines for a shell."""
 
-    text: str
+
+class Items(tuple[str, ...]):
+    """List of sentences."""
 
 
 class Row(NamedTuple):
@@ -105,10 +97,5 @@ def table(
 
 def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
     """Return a section without empty blocks and empty columns."""
-    kept = []
-    for block in blocks:
-        if isinstance(block, Table):
-            block = block.filled()
-        if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Items) and not block.lines):
-            kept.append(block)
-    return Section(anchor, title, tuple(kept))
+    filled = (block.filled() if isinstance(block, Table) else block for block in blocks)
+    return Section(anchor, title, tuple(it for it in filled if (it.rows if isinstance(it, Table) else it)))

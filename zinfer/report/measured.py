@@ -176,7 +176,6 @@ def beyond(point: Measurement) -> str:
 
 
 def _failed(points: Points) -> Table:
-    """Return a row for failed points of equal load, status and stage."""
     failures: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
@@ -220,7 +219,6 @@ def _machines(machines: Iterable[Machine]) -> Table:
 
 
 def _details(machine: Machine) -> dict[str, str]:
-    """Return facts that the probe read from the system."""
     gpu, host = (part if isinstance(part := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
     details = {
         "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"

@@ -46,7 +46,6 @@ def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
 
 
 def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each load, over all loads of the model."""
     rows, loads = [], loads_of(points)
     sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
     common = sources[0] if len(set(sources)) == 1 else ""

@@ -79,7 +79,6 @@ def latency(group: Group, points: Points) -> Figure | None:
 
 
 def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
-    """Draw a line for each load; return the values of the y axis."""
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
@@ -186,7 +185,6 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
 
 
 def _shown(points: Points) -> Points:
-    """Leave out untimed batches, and out-of-memory ones beyond the first."""
     edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
     return tuple(
         point

@@ -96,7 +96,6 @@ def _lanes(spans: Spans) -> list[_Lane]:
 
 
 def _words(point: Measurement) -> list[str]:
-    """Return the lines above a step: length, busy shares, the link's waits."""
     label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
     timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
     lines, ranks = [f"{label}: {length_ms(point.timeline):,.1f} ms{timed}"], by_rank(point.timeline)
@@ -181,7 +180,6 @@ def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
 
 
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:
-    """Draw intervals as boxes in a row, all as one path."""
     low, high = row - _BAR / 2, row + _BAR / 2
     corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
     vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]

@@ -203,8 +203,7 @@ def _main() -> None:
             raise
         discard(sys.stdout)
         name = error.filename if error.filename is not None else "the output"
-        click.echo(f"Error: {name!s:.200}: {error.strerror or error}", err=True)
-        sys.exit(ENVIRONMENT)
+        _fail(f"{name!s:.200}: {error.strerror or error}", ENVIRONMENT)
     except Exception as error:
         number = None if isinstance(error, ZinferError) else interruption(error)
         if number is not None:  # a library has turned the signal's exception into an error of its own
@@ -216,8 +215,7 @@ def _main() -> None:
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
             _fail(f"this needs {error.name}: pip install 'zinfer[engines]'", ENVIRONMENT)
         if is_out_of_memory(error):
-            click.echo("Error: host memory ran out", err=True)
-            sys.exit(ENVIRONMENT)
+            _fail("host memory ran out", ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
         sys.exit(INTERNAL)

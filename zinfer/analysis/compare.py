@@ -84,14 +84,6 @@ class Change(Frozen):
         return self.after.mean / self.before.mean
 
     @property
-    def ratio_noise(self) -> float | None:
-        """Noise of `ratio`: relative half-widths in quadrature; None where unknown."""
-        if not self.ratio or self.before.noise is None or self.after.noise is None:
-            return None
-        before, after = self.before.mean or 1.0, self.after.mean or 1.0  # `ratio` has neither of them unknown or zero
-        return self.ratio * hypot(self.before.noise / before, self.after.noise / after)
-
-    @property
     def times(self) -> str:
         """Text of `ratio` and its noise: ``1.13x ± 0.04``; empty where unknown."""
         if self.ratio is None:
@@ -100,7 +92,8 @@ class Change(Frozen):
             return f"{self.ratio:.2f}x, single run"
         if self.verdict in ("noise", "same"):
             return "within the noise"
-        return f"{self.ratio:.2f}x ± {figures(self.ratio_noise or 0.0, 2)}"
+        shares = [side.noise / side.mean for side in (self.before, self.after) if side.noise and side.mean]
+        return f"{self.ratio:.2f}x ± {figures(self.ratio * hypot(*shares), 2)}"
 
     @property
     def loss(self) -> float:

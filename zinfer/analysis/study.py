@@ -20,20 +20,9 @@ from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.model import Weights
 from zinfer.core.units import duration, figures, gb
+from zinfer.record import study
 from zinfer.record.measurement import latest_by
-from zinfer.record.study import (
-    POLICIES,
-    SOURCES,
-    Coded,
-    Deviation,
-    Failed,
-    Hits,
-    Rate,
-    Reload,
-    ReloadSource,
-    Study,
-    Touched,
-)
+from zinfer.record.study import Coded, Deviation, Hits, Reload, ReloadSource, Study
 
 
 class Shown(NamedTuple):
@@ -78,7 +67,7 @@ def wrong(run: Study) -> tuple[str, ...]:
 
 
 def _codec(run: Study) -> Shown:
-    def rate(measured: Rate | None, spread: bool = False) -> str:
+    def rate(measured: study.Rate | None, spread: bool = False) -> str:
         return "" if measured is None else figures(measured.median / 1e9) + f" ± {measured.spread / 2:.1%}" * spread
 
     link, rows = run.link or 0.0, run.of(Coded)
@@ -147,7 +136,7 @@ def _accuracy(run: Study) -> Shown:
     reference, load, read = run.asked, run.asked.workload, run.text.name if run.text else ""
     dummy = "RANDOM WEIGHTS, which say nothing of a model: " if reference.load_format == "dummy" else ""
     lengths = f"{load.input_len} tokens in, {load.output_len} followed"
-    failed = (f"{label(run, row.case)} failed ({row.status}): {row.error}" for row in run.of(Failed))
+    failed = (f"{label(run, row.case)} failed ({row.status}): {row.error}" for row in run.of(study.Failed))
     return Shown(
         "Accuracy of settings",
         f"{dummy}{reference.model}, against {reference.label()}, {lengths}, on {run.machine}",
@@ -238,7 +227,7 @@ def _reuse(run: Study) -> Shown:
     cells = []
     for point in measured(run):
         ways: list[str] = []
-        for source in SOURCES:
+        for source in study.SOURCES:
             faster = point.gain(source)
             ways += ["", ""] if faster is None else [middle(point.samples(source)), f"{faster:.2f}x"]
         difference = "" if point.max_difference is None else figures(point.max_difference, 2)
@@ -252,7 +241,7 @@ def _reuse(run: Study) -> Shown:
         f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}.",
         ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
         cells,
-        (*filter(None, (verdict(points, source) for source in SOURCES)), *skipped),
+        (*filter(None, (verdict(points, source) for source in study.SOURCES)), *skipped),
     )
 
 
@@ -270,13 +259,13 @@ def sizes(run: Study) -> tuple[int, ...]:
 def _routing(run: Study) -> Shown:
     every = (run.num_layers or 0) * (run.num_experts or 0)
     cells = [
-        (f"{size / every:.0%}", str(size), *(f"{hits(run, policy, size):.1%}" for policy in POLICIES))
+        (f"{size / every:.0%}", str(size), *(f"{hits(run, policy, size):.1%}" for policy in study.POLICIES))
         for size in sizes(run)
     ]
     won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
     summary = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
-    if touched := run.of(Touched):
+    if touched := run.of(study.Touched):
         size, share = touched[-1].batch_size, touched[-1].share
         random = 1 - (1 - chance) ** size
         summary += f" A step of {size} tokens touches {share:.0%} of the experts; at random, {random:.0%}."

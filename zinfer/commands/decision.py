@@ -67,12 +67,10 @@ def lines(decision: Decision, noun: str = "point") -> list[str]:
     shown, predicted = point or decision.nearest, noun == "plan"
     if shown is None:
         return [f"No {noun} is usable."]
-    levels = [
-        f"  {check.sla.describe()}: predicted {check.value}{check.missed}"
-        if predicted
-        else f"  {check.describe()}{check.missed}"
-        for check in decision.kept
-    ]
+    levels = []
+    for check in decision.kept:
+        told = f"{check.sla.describe()}: predicted {check.value}" if predicted else check.describe()
+        levels.append(f"  {told}{check.missed}")
     if point is None:
         return [f"No {noun} of {decision.usable} keeps every level. The nearest is {_named(shown)}:", *levels]
     rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"

@@ -118,13 +118,11 @@ def said(figure: Figure, part: str) -> str:
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
     """Return plot arguments of each load: colour by engine, fill by offload."""
     looks_by_load: dict[Case, dict[str, Any]] = {}
-    strangers: dict[str, int] = {}
+    engines = dict(_ENGINES)
     variants: dict[tuple[str, str], int] = {}
     for load in loads:
-        if load.engine in _ENGINES:
-            colour, marker = _ENGINES[load.engine]
-        else:
-            colour, marker = _OTHERS[strangers.setdefault(load.engine, len(strangers)) % len(_OTHERS)]
+        other = _OTHERS[(len(engines) - len(_ENGINES)) % len(_OTHERS)]
+        colour, marker = engines.setdefault(load.engine, other)
         nth = variants[load.engine, load.offload] = variants.get((load.engine, load.offload), -1) + 1
         if nth:
             marker = _VARIANTS[(nth - 1) % len(_VARIANTS)]

@@ -13,21 +13,10 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter
 
+from zinfer.analysis import timeline as step
 from zinfer.analysis.group import Group, Points
 from zinfer.analysis.rates import best_by_load
-from zinfer.analysis.timeline import (
-    Interval,
-    Spans,
-    Waits,
-    busy,
-    busy_bandwidth,
-    by_rank,
-    hidden_share,
-    idle,
-    length_ms,
-    share,
-    waits,
-)
+from zinfer.analysis.timeline import Interval, Spans, Waits
 from zinfer.core.units import figures, gb
 from zinfer.record.measurement import Carried, Lane, Measurement
 from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
@@ -55,7 +44,7 @@ _BAR = 0.74  # height of a bar, as a share of its lane
 
 def timeline(group: Group, points: Points) -> Figure | None:
     """Draw a traced step of each configuration's fastest batch; None without one."""
-    tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
+    tops = best_by_load([point for point in points if step.busy(point.timeline, "copy")])
     if not tops:
         return None
     shown = tops[:_SHOWN]
@@ -66,7 +55,7 @@ def timeline(group: Group, points: Points) -> Figure | None:
         words = _LINE / 72 * (len(_words(point)) - 3)
         stack.append((words + (_FURTHER if stack else _FIRST), _LANE * len(_lanes(point.timeline))))
     sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
-    longest = max(length_ms(point.timeline) for point in shown)
+    longest = max(step.length_ms(point.timeline) for point in shown)
     for axes, point in zip(sheet.panels, shown, strict=True):
         _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest))
         lines = _words(point)
@@ -86,7 +75,7 @@ class _Lane(NamedTuple):
 
 
 def _lanes(spans: Spans) -> list[_Lane]:
-    ranks = by_rank(spans)
+    ranks = step.by_rank(spans)
     return [
         _Lane(lane, rank_spans, _LOOKS[lane][1] + (f" {rank_spans[0].rank}" if len(ranks) > 1 else ""))
         for rank_spans in ranks
@@ -98,19 +87,19 @@ def _lanes(spans: Spans) -> list[_Lane]:
 def _words(point: Measurement) -> list[str]:
     label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
     timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
-    lines, ranks = [f"{label}: {length_ms(point.timeline):,.1f} ms{timed}"], by_rank(point.timeline)
+    lines, ranks = [f"{label}: {step.length_ms(point.timeline):,.1f} ms{timed}"], step.by_rank(point.timeline)
     for spans in ranks:
-        shares = ", ".join(f"{_LOOKS[lane][1]} {share(spans, lane):.1%}" for lane, *_ in _lanes(spans))
+        shares = ", ".join(f"{_LOOKS[lane][1]} {step.share(spans, lane):.1%}" for lane, *_ in _lanes(spans))
         which = f"GPU {spans[0].rank} busy" if len(ranks) > 1 else "Busy"
         lines.append(f"{which}: {shares}{_rate(point, spans)}.")
-        lines.append(_idleness(waits(spans), length_ms(spans)))
-        if busy(spans, "gather"):
-            lines.append(f"The link works during {hidden_share(spans, 'gather'):.1%} of the gathers.")
+        lines.append(_idleness(step.waits(spans), step.length_ms(spans)))
+        if step.busy(spans, "gather"):
+            lines.append(f"The link works during {step.hidden_share(spans, 'gather'):.1%} of the gathers.")
     return lines
 
 
 def _rate(point: Measurement, spans: Spans) -> str:
-    rate, measured = busy_bandwidth(point, spans), point.link_bandwidth
+    rate, measured = step.busy_bandwidth(point, spans), point.link_bandwidth
     if not rate:
         return ""
     return f"; the busy link carries {gb(rate)}/s" + (
@@ -155,7 +144,7 @@ def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
                 tone = lighter(colour, 0.45 if odd else 0.0)
                 _boxes(axes, pairs, row, None if odd else meaning, color=tone, linewidth=0.3)
         if lane == "copy":
-            gaps = [(start, stop) for start, stop in idle(spans_of) if stop - start >= _column(limits)]
+            gaps = [(start, stop) for start, stop in step.idle(spans_of) if stop - start >= _column(limits)]
             _boxes(
                 axes, gaps, row, "the link waits",
                 facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,

@@ -35,11 +35,8 @@ from zinfer.system.host import drives, free_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the long names are taken as well
 OFFLOADS = ("none", "cpu", "nvme")
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-DTYPE = "|".join(SHORT_DTYPES)  # as help texts show it; the long names are taken as well
-
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
@@ -126,16 +123,16 @@ NUMBERS = comma_list("n,n,..", positive, "positive whole numbers with commas bet
 
 
 def _dtype(text: str) -> str:
-    if (word := SHORT_DTYPES.get(text, text)) not in DTYPES:
-        raise ValueError(f"{text!r}: choose from {', '.join(DTYPES)}")
-    return word
+    if text not in (*DTYPES, *DTYPES.values()):
+        raise ValueError(f"{text!r}: choose from {', '.join(DTYPES.values())}")
+    return DTYPES.get(text, text)
 
 
 SHARD = Parsed("i/n", Shard.parse)
 SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
 BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
-WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
-dtype = option("--dtype", WEIGHT_TYPE, "Weight type.  [default: the model's own]", metavar=DTYPE)
+DTYPE = Parsed("dtype", _dtype)
+dtype = option("--dtype", DTYPE, "Weight type.  [default: the model's own]", metavar="|".join(DTYPES))
 gpu_weights = option(
     "--gpu-weights", Words(), "Offloaded weights that stay on the GPU: auto, 25%, 40GiB.  [default: auto]"
 )
@@ -229,7 +226,6 @@ weights = option(
 )
 allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
 
-
 load_options = together(  # of a load: weights, type, slice, NVMe folder, engine settings
     dtype,
     allow_nan,
@@ -247,7 +243,6 @@ load_options = together(  # of a load: weights, type, slice, NVMe folder, engine
     ),
     _shorthands,
 )
-
 
 chat_template = option(
     "--chat-template", str, "Chat template: a file, or one of the model's by name.", metavar="FILE|NAME"

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Self
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, RenderableColumn, TextColumn
 from rich.text import Text
 
 from zinfer.analysis.requests import share_within
@@ -27,17 +27,6 @@ LINE_S = 60.0  # seconds between lines on a long stage, where there is no termin
 MIN_SHARE, MIN_S = 0.02, 3.0  # share and seconds of a stage from which on its remaining time shows
 
 
-class _Clock(ProgressColumn):
-    """Time since the watch began, and the time left. (rich's own clock stops at the end of the first stage.)"""
-
-    def __init__(self, text: Callable[[], str]) -> None:
-        super().__init__()
-        self._text = text
-
-    def render(self, _task: Task) -> Text:
-        return Text(self._text(), style="progress.elapsed")
-
-
 class Watch:
     """Progress on stderr. Without a terminal finished items are printed, a line each, and the stage that lasts longer
     than a minute."""
@@ -51,7 +40,7 @@ class Watch:
         self._has_link = True  # False on a machine without a GPU, once a load is announced
         self._bar: Progress | None = None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(16), _Clock(self.times))
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(16), RenderableColumn(self))
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("starting", total=1.0)
 
@@ -59,6 +48,10 @@ class Watch:
         if self._bar is not None:
             self._bar.start()
         return self
+
+    def __rich__(self) -> Text:
+        """Return the clock of the moving line; rich's own stops at the end of the first stage."""
+        return Text(self.times(), style="progress.elapsed")
 
     def __exit__(self, *_error: object) -> None:
         self.quiet()

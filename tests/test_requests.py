@@ -693,7 +693,8 @@ def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) ->
         Sla(metric="e2e", statistic="p99", at_most=True, bound=bounds[1]),
     ]
     assert 0 < both < 30
-    assert goodput(point, levels) == pytest.approx(both / (point.wall_ms / 1e3))
+    texts = tuple(f"{level.metric}:p99:<=:{level.bound + 1e-7:.9f}s" for level in levels)  # never rounded down
+    assert goodput(point.model_copy(update={"sla": texts})) == pytest.approx(both / (point.wall_ms / 1e3))
     assert goodput(point) is None, "no level was asked for"
     actual = {result.sla.metric: result.actual for result in check(point, levels)}
     assert actual == {"ttft": pytest.approx(max(ttft) / 1e3), "e2e": pytest.approx(max(e2e) / 1e3)}

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
@@ -112,7 +113,11 @@ class _Verbs(click.Group):
                 raise click.UsageError(f"{error.option_name} is no option any more: {instead}", error.ctx) from None
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return limits.loaded(f"zinfer.commands.{name}") if name in VERBS else None
+        if name not in VERBS:
+            return None
+        command: click.Command = import_module(f"zinfer.commands.{name}").command
+        limits.bound(command)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

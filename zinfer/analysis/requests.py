@@ -23,15 +23,15 @@ def levels(point: RequestPoint) -> tuple[Sla, ...]:
     return tuple(map(parse, point.sla))
 
 
-def goodput(point: RequestPoint, slas: Iterable[Sla] | None = None) -> float | None:
-    """Return the requests a second within `slas`; None without samples."""
-    share = share_within(point, slas)
+def goodput(point: RequestPoint) -> float | None:
+    """Return the requests a second within the record's service levels; None without samples."""
+    share = share_within(point)
     return None if share is None or point.request_s is None else share * point.request_s
 
 
-def share_within(point: RequestPoint, slas: Iterable[Sla] | None = None) -> float | None:
-    """Return the share of requests within `slas`, else the record's own."""
-    wanted = [sla for sla in (levels(point) if slas is None else slas) if sla.metric in _TIMES]
+def share_within(point: RequestPoint) -> float | None:
+    """Return the share of requests within the record's service levels."""
+    wanted = [sla for sla in levels(point) if sla.metric in _TIMES]
     if not point.usable or not wanted:
         return None
     return sum(all(_keeps(point, sample, sla) for sla in wanted) for sample in point.samples) / len(point.samples)

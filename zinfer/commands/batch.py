@@ -42,7 +42,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @option("--shard", options.SHARD, "Answer only the lines i, i+n, .., into a part beside --output: for a job array.")
 @option("--merge", bool, "Put the answers of all shards together, in the order of PROMPTS.")
-@option("--ray", str, "Answer a shard on each node of a Ray cluster: auto, HOST:PORT or local.", metavar="ADDRESS")
+@option("--ray", str, "Answer a shard on each node of Ray, and merge: auto, HOST:PORT or local.", metavar="ADDRESS")
 @option("--force", bool, "Add to answers of another job; with --merge: replace other answers.")
 @click.pass_obj
 def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, **how: Any) -> None:

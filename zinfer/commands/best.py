@@ -131,7 +131,6 @@ def _name_best(group: Group, points: Points) -> None:
 
 
 def _show(points: Points) -> None:
-    """Print the tables of a group, and the verdicts on offload."""
     winner = rates.winner(points)
     if winner is None:
         return

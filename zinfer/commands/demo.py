@@ -57,6 +57,7 @@ def explanation(points: Sequence[Measurement], machine: Machine) -> str:
     batches = [case.workload.batch_size for case in cases]
     gpu = machine.gpu_name if machine.gpu_count else None
     best = rates.winner(usable)
+    assert best is not None  # the sweep succeeded
     runs = max(len(point.ttft_ms) for point in usable)
     lines = [
         "WHAT WAS MEASURED",
@@ -65,17 +66,14 @@ def explanation(points: Sequence[Measurement], machine: Machine) -> str:
         f"  weights on the {'GPU' if gpu else 'device'} (offload none) and in host memory (offload cpu);",
         f"  {min(batches)} to {max(batches)} sequences at once; up to {runs} runs each, as mean ± 95% confidence.",
         "WHAT THE ANSWER MEANS",
+        f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
+        f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
+        "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
+        "  A larger batch makes more tokens a second, and each reader waits longer.",
     ]
-    if best is not None:
-        lines += [
-            f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
-            f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
-            "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
-            "  A larger batch makes more tokens a second, and each reader waits longer.",
-        ]
-        spread = rates.spread(best.output_tok_s_samples)
-        if spread is not None and (spread.half_width or 0) > NOISY * spread.mean:
-            lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")
+    spread = rates.spread(best.output_tok_s_samples)
+    if spread is not None and (spread.half_width or 0) > NOISY * spread.mean:
+        lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")
     if gpu is None:
         lines.append("  Without a GPU, offload copies within one memory and cannot pay.")
     if any(case.load_format == "dummy" for case in cases):

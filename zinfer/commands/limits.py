@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from copy import copy
-from importlib import import_module
 from typing import Any
 
 import click
@@ -18,13 +17,6 @@ ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable o
 
 METAVARS = ("model", "machine", "engine")
 PROSE = ("prompts", "system")  # parameters with texts of any kind
-
-
-def loaded(module: str) -> click.Command:
-    """Import a module; return its `command`, with its values bounded."""
-    command: click.Command = import_module(module).command
-    bound(command)
-    return command
 
 
 def bound(command: click.Command) -> None:

@@ -452,7 +452,6 @@ class _Records:
 
 
 def _experts(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a sentence on the experts that cross the link, by plan."""
     for plan in plans:
         model, placement = plan.model, plan.placement
         drafts = 0 if plan.drafting is None else plan.drafting.drafts

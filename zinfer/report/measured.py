@@ -102,8 +102,6 @@ def titled(point: Measurement) -> str:
 
 
 def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
-    """Yield the figure of latency against throughput, as `zinfer plot` draws it."""
-
     def described(point: Measurement) -> str:
         first = duration(fmean(point.ttft_ms) / 1e3)
         return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {first}"

@@ -18,7 +18,7 @@ import pytest
 from tests.damage_documents import NASTY
 from tests.fuzz_documents import prepare, run
 from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run, sweep, traced
-from zinfer.commands.out import PlainConsole, table
+from zinfer.commands.out import PlainConsole, Table
 from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.measurement import Measurement
@@ -86,7 +86,7 @@ def test_progress_bars_of_others_may_move_the_cursor_and_nothing_else_may() -> N
 
 def test_tables_have_no_markup_and_no_controls() -> None:
     stream = io.StringIO()
-    PlainConsole(file=stream, width=200).print(table(EVIL[:40], [EVIL[:30], "#b"], [[text, "1"] for text in NASTY]))
+    PlainConsole(file=stream, width=200).print(Table(EVIL[:40], [EVIL[:30], "#b"], [[text, "1"] for text in NASTY]))
     shown = stream.getvalue()
     assert not harmful(shown)
     assert "[/red][link=http://example.com]" in shown

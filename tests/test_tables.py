@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from zinfer.cli import cli
-from zinfer.commands.out import Table, table, wrapped
+from zinfer.commands.out import Table, wrapped
 
 RECORDS = Path(__file__).parents[1] / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
 COLUMNS = ("configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#link share", "#GPU peak", "remark")
@@ -37,7 +37,7 @@ def drawn(shown: Table, width: int) -> str:
 
 @pytest.mark.parametrize("width", [20, 25, 40, 60, 80, 100, 200])
 def test_no_width_cuts_a_cell(width: int) -> None:
-    text = drawn(table("title", COLUMNS, ROWS, drop=("GPU peak", "link share")), width)
+    text = drawn(Table("title", COLUMNS, ROWS, drop=("GPU peak", "link share")), width)
     assert "…" not in text
     assert max(map(cell_len, text.splitlines())) <= width
     flat = " ".join(text.split())
@@ -52,7 +52,7 @@ def test_no_width_cuts_a_cell(width: int) -> None:
 
 
 def test_columns_go_in_the_order_asked_for_before_rows_become_blocks() -> None:
-    shown = table("", COLUMNS, ROWS, drop=("GPU peak", "link share"))
+    shown = Table("", COLUMNS, ROWS, drop=("GPU peak", "link share"))
     assert "left out" not in drawn(shown, 100)
     assert "left out for want of room: GPU peak (" in drawn(shown, 66)
     assert "left out for want of room: GPU peak, link share (" in " ".join(drawn(shown, 60).split())

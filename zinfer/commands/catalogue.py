@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from zinfer.analysis.economics import list_price
 from zinfer.checkpoint import quantization, resolve
-from zinfer.commands.out import console, table, table_of
+from zinfer.commands.out import Table, console, table_of
 from zinfer.core.machine import FIGURES, Machine, catalogue_names
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb, gib
@@ -38,7 +38,7 @@ def machines(name: str | None) -> None:
         cells, price = [(field, machine.describe(field)) for field in FIGURES], list_price(machine)
         listed = "unknown" if price is None else f"{price.usd_per_gpu_hour} (assumed: {price.source}, {price.date})"
         cells.append(("USD a GPU-hour", listed))
-        console().print(table("", ("figure", machine.note or machine.name), cells))
+        console().print(Table("", ("figure", machine.note or machine.name), cells))
         return
 
     def rate(value: float | None) -> str:

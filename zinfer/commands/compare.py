@@ -11,7 +11,7 @@ from zinfer.analysis.compare import HIGHER_IS_BETTER, Change, CompareError, Comp
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.out import console, say, table
+from zinfer.commands.out import Table, console, say
 from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING, REGRESSION
 from zinfer.core.units import counted, duration, figures, gib
@@ -111,7 +111,7 @@ def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> 
         for change in changes:
             mark, batch = _MARKS.get(change.verdict, change.verdict), change.after_case.workload.batch_size
             rows.append((change.label, str(batch), *change.cells(partial(_amount, metric=metric)), mark))
-        console().print(table("", columns, rows))
+        console().print(Table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
         say("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from zinfer import engine
-from zinfer.commands.out import console, table
+from zinfer.commands.out import Table, console
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, error_line
 from zinfer.core.units import gib
@@ -42,7 +42,7 @@ def command() -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines, *server_rows()]
-    console().print(table("", ("", "found", "what to do"), rows))
+    console().print(Table("", ("", "found", "what to do"), rows))
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
 

@@ -166,9 +166,6 @@ class Table:
                     yield Text(f"  {name:{named}}  {cell}", overflow="fold")
 
 
-table = Table
-
-
 def table_of(columns: Mapping[str, Callable[[T], str]], items: Iterable[T], title: str = "", **more: Any) -> Table:
     """Return a table of `items`, a row each: `columns` make its cells."""
     return Table(title, tuple(columns), [[cell(item) for cell in columns.values()] for item in items], **more)

@@ -7,7 +7,7 @@ import click
 
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import SIZE, option
-from zinfer.commands.out import console, say, table, write
+from zinfer.commands.out import Table, console, say, write
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import FIGURES, MachineError
 from zinfer.core.units import parse_bytes
@@ -39,7 +39,7 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     machine = machine.model_copy(update={"name": local.name()})
     write(path, machine.model_dump_json(indent=1) + "\n")
     figures = [(field, machine.describe(field)) for field in FIGURES if getattr(machine, field)]
-    console().print(table("", ("figure", machine.name), figures))
+    console().print(Table("", ("figure", machine.name), figures))
     if nvme_path is not None and machine.nvme_bandwidth is None:
         say(f"{nvme_path} was not measured: {machine.note}", err=True)
     click.echo(f"wrote {path}", err=True)

@@ -1,32 +1,31 @@
 """Results that a verb answers from: by machine, file or folder."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import click
 
 from zinfer.analysis.economics import Point
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option
+from zinfer.commands.options import option, together
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.store import Records, files, read
 from zinfer.system import local
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 ALL = "all"
-
-
-def results_options(function: Command) -> Command:
-    """Add the argument RESULTS and the option ``--machine``, which `choose` understands."""
-    text = (
+results_options = together(  # which `choose` understands
+    click.argument("results", required=False, type=click.Path(path_type=Path)),
+    option(
+        "--machine",
+        str,
         "Machines, separated by commas: names or their beginnings, or all, which includes the records in git.  "
-        "[default: this machine; all of RESULTS where it is given]"
-    )
-    function = option("--machine", str, text, metavar="NAME,..|all")(function)
-    return click.argument("results", required=False, type=click.Path(path_type=Path))(function)
+        "[default: this machine; all of RESULTS where it is given]",
+        metavar="NAME,..|all",
+    ),
+)
 
 
 class Chosen(NamedTuple):

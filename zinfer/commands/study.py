@@ -12,7 +12,7 @@ from zinfer.checkpoint.source import Source, find
 from zinfer.commands import options, pack
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.out import console, table
+from zinfer.commands.out import Table, console
 from zinfer.commands.watch import Watch
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError, conflict
@@ -55,7 +55,7 @@ def _keep(run: Study, output: Path | None) -> None:
 
 def _present(run: Study) -> None:
     shown = show(run)
-    console().print(table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)
+    console().print(Table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)
 
 
 @command.command("codec")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from zinfer.analysis import calibrate
 from zinfer.core.machine import Machine
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, latest
+from zinfer.record.store import read
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 
@@ -13,7 +14,7 @@ RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 @cache
 def points() -> tuple[Measurement, ...]:
     """Return the latest point of each case and machine."""
-    return calibrate.load_points(RESULTS)
+    return latest(read(RESULTS).points)
 
 
 @cache

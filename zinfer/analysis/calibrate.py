@@ -239,11 +239,6 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     return described
 
 
-def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ...]:
-    """Return the latest point of each case and machine under `results`."""
-    return latest(read(results).points)
-
-
 def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency]:
     """Fit the efficiency of each engine, error bands included, by name.
 
@@ -277,7 +272,7 @@ def write(path: Path, results: Path = Path("sweeps/results")) -> None:
     They have four digits, so that the file does not depend on the order of sums.
     ``make calibration`` writes the file that comes with zinfer so.
     """
-    fitted = fit(load_points(results), load_machines(results))
+    fitted = fit(latest(read(results).points), load_machines(results))
 
     def rounded(value: Any) -> Any:
         if isinstance(value, list | tuple):

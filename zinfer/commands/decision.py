@@ -69,8 +69,8 @@ def lines(decision: Decision, noun: str = "point") -> list[str]:
         return [f"No {noun} is usable."]
     levels = []
     for check in decision.kept:
-        told = f"{check.sla.describe()}: predicted {check.value}" if predicted else check.describe()
-        levels.append(f"  {told}{check.missed}")
+        text = f"{check.sla.describe()}: predicted {check.value}" if predicted else check.describe()
+        levels.append(f"  {text}{check.missed}")
     if point is None:
         return [f"No {noun} of {decision.usable} keeps every level. The nearest is {_named(shown)}:", *levels]
     rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"

@@ -34,6 +34,7 @@ from zinfer.plan.bytes import Sizes
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
 from zinfer.record import study
+from zinfer.record.measurement import latest
 from zinfer.record.store import Records, read
 from zinfer.system import local
 from zinfer.system.machines import load as load_machine
@@ -246,7 +247,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
 def _efficiencies(results: Path | None) -> Mapping[str, Efficiency]:
     if results is None or results == SHIPPED:
         return shipped() if results else {}
-    fitted = calibrate.fit(calibrate.load_points(results), calibrate.load_machines(results))
+    fitted = calibrate.fit(latest(read(results).points), calibrate.load_machines(results))
     if not fitted:
         raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)
     return fitted

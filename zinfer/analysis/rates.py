@@ -150,7 +150,10 @@ def _verdict(engine: str | None, offload: Offload, using: Points, without: Point
     equal = tuple(change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys()))
     other = f"without it {f'every point failed ({statuses(without)})' if theirs is None else _rate(theirs)}"
     if not without:
-        text = _unmeasured(using)
+        point = ours or using[0]
+        path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
+        command = reproduce.without_offload(point.case, path)
+        text = f"fits on the GPU: not measured; measure it with `{command}`"
     elif ours is None:
         text = f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."
     elif gain is None:
@@ -192,12 +195,6 @@ def statuses(points: Points) -> str:
 def _by_batch(points: Points) -> dict[int, Measurement]:
     ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
     return {point.case.workload.batch_size: point for point in ascending}
-
-
-def _unmeasured(using: Points) -> str:
-    point = best(using) or using[0]
-    path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
-    return f"fits on the GPU: not measured; measure it with `{reproduce.without_offload(point.case, path)}`"
 
 
 def _at_equal_batch(changes: Sequence[Change]) -> str:

@@ -34,7 +34,12 @@ def share_within(point: RequestPoint) -> float | None:
     wanted = [sla for sla in levels(point) if sla.metric in _TIMES]
     if not point.usable or not wanted:
         return None
-    return sum(all(_keeps(point, sample, sla) for sla in wanted) for sample in point.samples) / len(point.samples)
+
+    def keeps(sample: RequestSample, sla: Sla) -> bool:
+        value = _value(point, sample, sla)
+        return value is None or (value <= sla.bound if sla.at_most else value >= sla.bound)
+
+    return sum(all(keeps(sample, sla) for sla in wanted) for sample in point.samples) / len(point.samples)
 
 
 def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
@@ -65,11 +70,6 @@ def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None
     if sla.metric == "user_tok_s":
         return 1e3 / ms if ms else None
     return None if ms is None else ms / 1e3
-
-
-def _keeps(point: RequestPoint, sample: RequestSample, sla: Sla) -> bool:
-    value = _value(point, sample, sla)
-    return value is None or (value <= sla.bound if sla.at_most else value >= sla.bound)
 
 
 Loads = dict[tuple[str, RequestKey], tuple[RequestPoint, ...]]  # by machine and key

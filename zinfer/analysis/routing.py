@@ -23,10 +23,9 @@ def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measure
     traces = [
         run for run in runs if run.model == model.name and (run.num_layers or 0) * (run.num_experts or 0) == every
     ]
-    return _traced(traces[-1], every) if traces else _measured(model, points, every)
-
-
-def _traced(run: Study, every: int) -> Routing:
+    if not traces:
+        return _measured(model, points, every)
+    run = traces[-1]
     return Routing(
         source=f"the routing recorded on {run.text.name if run.text else run.machine}",
         touched=tuple(sorted((row.batch_size, row.share) for row in run.of(Touched))),

@@ -211,6 +211,15 @@ def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp
     assert all("TTFT p99" not in row for row in rows), "a column without a value"
 
 
+def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Report) -> None:
+    title = "Memory and bottleneck"
+    (memory,) = report.rows(title, "GPU measured")
+    assert memory["GPU measured"] == "20.0 GiB"
+    assert memory["GPU predicted"].endswith("GiB")
+    (speed,) = report.rows(title, "bound by", "step predicted")
+    assert speed["bound by"] == "hbm", "its weights do not cross the link"
+
+
 def test_each_failure_is_in_a_table(report: Report) -> None:
     failed = report.rows("Results", "message")
     assert {row["outcome"] for row in failed} == {"oom_gpu", "timeout"}
@@ -356,7 +365,7 @@ def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> Non
 
 def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
     assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
-    assert Table("", ("a", "#b"), ()).heads == (("a", ""), ("b", "#"))
+    assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
     rows = (Row(("a", "", "1")), Row(("b", "", "")))
     assert Table("", ("name", "#none", "#some"), rows).filled() == Table(
         "", ("name", "#some"), (Row(("a", "1")), Row(("b", "")))

@@ -8,7 +8,7 @@ from zinfer.analysis.group import Points
 from zinfer.analysis.reproduce import commands
 from zinfer.analysis.requests import groups, ranked
 from zinfer.record.measurement import Measurement
-from zinfer.report import measured, summary
+from zinfer.report import measured, predicted, summary
 from zinfer.report.document import Block, Command, Document, Heading, Items, Section, Table, Text, section, table
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.measured import rate, rated, titled
@@ -19,6 +19,7 @@ def document(findings: Findings) -> Document:
     sections = (
         summary.summary(findings),
         measured.results(findings),
+        predicted.predictions(findings),
         _costs(findings),
         measured.studies(findings),
         measured.system(findings),
@@ -27,7 +28,7 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    subtitle = f"{subject}{_measured_with(findings.points)}"
+    subtitle = f"{subject}{_measured_with(findings.points)} Measured numbers are plain, predictions shaded."
     return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))
 
 

@@ -37,7 +37,8 @@ class Row(NamedTuple):
 class Table(NamedTuple):
     """Table; a `folded` one is closed on the screen and not printed.
 
-    A column whose title starts with ``#`` holds numbers and stands flush right; the mark itself is not shown.
+    A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
+    and look so. The marks themselves are not shown.
     """
 
     caption: str
@@ -54,7 +55,7 @@ class Table(NamedTuple):
     @property
     def heads(self) -> tuple[tuple[str, str], ...]:
         """Title and mark of each column; the mark is empty for text."""
-        return tuple((title.lstrip("#"), "#" * title.startswith("#")) for title in self.columns)
+        return tuple((title.lstrip("#~"), title[:1] if title[:1] in ("#", "~") else "") for title in self.columns)
 
 
 class Picture(NamedTuple):

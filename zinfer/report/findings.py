@@ -1,11 +1,15 @@
 """Input of a report: groups of points with their machines, and studies."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import cache
+from os.path import expanduser, isdir
+from typing import Any, NamedTuple
 
 from zinfer.analysis.group import Group, Points
+from zinfer.checkpoint.resolve import catalogue_name, resolve
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Study
 
@@ -53,3 +57,21 @@ class Findings(NamedTuple):
     @property
     def points(self) -> Points:
         return tuple(point for workload in self.workloads for point in workload.points)
+
+
+def shape(case: Case) -> ModelSpec | None:
+    """Return the model of a case; None where it is not on this machine.
+
+    A hub id is looked up in the catalogue alone: a report says the same with and without a network.
+    """
+    return _shape(case.model, case.dtype, case.layers, case.weights)
+
+
+@cache
+def _shape(model: str, *settings: Any) -> ModelSpec | None:
+    if catalogue_name(model) is None and not isdir(expanduser(model)):  # no name makes these raise
+        return None
+    try:
+        return resolve(model, *settings)
+    except ModelError:
+        return None

@@ -41,9 +41,9 @@ def shell(text: str) -> Markup:
 
 
 def columned(mark: str, text: str = "") -> Markup:
-    """Return the class of a table's cell: numeric, or prose of a length."""
+    """Return the class of a table's cell: numeric, predicted, or prose."""
     prose = "" if not text else "s" if len(text) < 16 else "m" if len(text) < 60 else "l"
-    kind = "n" if mark else prose
+    kind = {"#": "n", "~": "n p"}.get(mark, prose)
     return Markup(f' class="{kind}"') if kind else Markup("")
 
 

@@ -1,4 +1,4 @@
-"""Executive summary: a row for each workload, decision, and risks."""
+"""Executive summary: a row for each workload, decision, risks, signature."""
 
 from collections.abc import Iterator
 

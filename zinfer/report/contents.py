@@ -1,4 +1,4 @@
-"""Contents of a report, and its sections on cost and evidence."""
+"""Contents of a report, in order, with the sections on cost and evidence."""
 
 from collections.abc import Callable
 

@@ -27,6 +27,10 @@ class Items(tuple[str, ...]):
     """List of sentences."""
 
 
+class Signature(tuple[str, ...]):
+    """Lines that are filled in by hand."""
+
+
 class Row(NamedTuple):
     """Cells of a table; the first one names the row."""
 
@@ -66,7 +70,7 @@ class Picture(NamedTuple):
     svg: str
 
 
-Block = Heading | Text | Items | Command | Table | Picture
+Block = Heading | Text | Items | Command | Table | Picture | Signature
 
 
 class Section(NamedTuple):

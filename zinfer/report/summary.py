@@ -8,7 +8,7 @@ from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.requests import groups, ranked
 from zinfer.core.units import counted, duration
 from zinfer.record.measurement import Measurement
-from zinfer.report.document import Block, Command, Heading, Items, Row, Section, Table, Text, section
+from zinfer.report.document import Block, Command, Heading, Items, Row, Section, Signature, Table, Text, section
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.measured import named, rate, rated, titled
 
@@ -35,7 +35,7 @@ def summary(findings: Findings) -> Section:
     if not decided:
         blocks.append(Text("Nothing is recommended: no alternative was measured."))
     blocks += [Heading("Risks"), Items(_risks(findings) or ("None known.",))]
-    return section("summary", "Summary", blocks)
+    return section("summary", "Summary", (*blocks, Signature(("Reviewed by", "Date", "Signature"))))
 
 
 def alternatives(points: Points) -> tuple[Measurement, ...]:

@@ -76,9 +76,11 @@ def small_files(limit: int) -> Iterator[None]:
     """Limit each file of this process to `limit` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # Python would leave cut files of modules that are imported now
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = False
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

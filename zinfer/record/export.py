@@ -63,7 +63,7 @@ def _links(point: Recorded) -> Row:
 
 def _conditions(point: Recorded) -> Row:
     return {
-        **_attributes(point, "gpu_peak_bytes gpu_used_bytes host_peak_bytes"),
+        **_attributes(point, "gpu_peak_bytes gpu_used_bytes host_peak_bytes command"),
         **_fields(Effective, point.effective, "effective_"),
         "gpu_readings": _json(point.gpu),
         "started_at": point.started_at or None,

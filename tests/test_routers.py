@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def routers_of(kind: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Routers, nn.Module]:
-    """Return the routers found in a small model, and the model, with random weights."""
+    """Return a small model with random weights, and its routers."""
     name, settings, _ = KINDS[kind]
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "head_dim": 16}
     others = {
@@ -92,7 +92,7 @@ def test_routers_are_found_and_choose_the_same(kind: str, dtype: torch.dtype, by
 
 
 def test_of_equal_scores_the_first_expert_is_chosen(by_kernel: dict[Any, Any]) -> None:
-    """Scores that repeat, of both signs, infinite, and more of them than are chosen; NaN is the largest."""
+    """Scores that repeat, of both signs, infinite; NaN is the largest."""
     scores, weights, numbers = by_kernel["ties"]
     assert torch.equal(numbers, first_of_equal(scores, numbers.shape[1]))
     assert error(weights, scores.gather(1, numbers).softmax(-1)) < 1e-6
@@ -121,7 +121,7 @@ def test_the_gpu_chooses_the_same(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("experts", "count"), [(8, 2), (32, 4), (128, 8), (384, 8)])
 def test_torch_takes_the_first_of_equal_scores_on_a_gpu(experts: int, count: int) -> None:
-    """The same set of experts as torch.topk, also where many scores are equal."""
+    """The experts are those of torch.topk, also where scores are equal."""
     from zinfer.engine.stream.router_kernel import route
 
     dice = torch.Generator().manual_seed(experts)

@@ -63,7 +63,7 @@ def sinks_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def with_sinks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
-    """Return attention in float64, where each head's sink is the score of one more position, with a value of zero."""
+    """Return attention in float64. A head's sink is the score of a further position whose value is zero."""
     query, keys, values = query.double(), *(pad(states.double(), (0, 0, 0, 1)) for states in (keys, values))
     bias = torch.zeros(*query.shape[:3], keys.shape[2], dtype=torch.float64, device=query.device)
     bias[..., -1] = sinks.double()

@@ -1,4 +1,4 @@
-"""Random GGUF of a model's exact shapes, for measuring llama.cpp without its weights.
+"""Random GGUF of a model's shapes, to measure llama.cpp without its weights.
 
     python -m tools.random_gguf gpt-oss-120b /dev/shm/gpt-oss.gguf --type MXFP4
 

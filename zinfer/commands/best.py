@@ -95,7 +95,7 @@ def _print(
     ranks: Mapping[RequestGroup, list[RequestRates]],
     answers: Answers,
 ) -> None:
-    """Print the groups one after the other, whole models before slices, loads of requests last."""
+    """Print the groups: whole models before slices, loads of requests last."""
     both, last = len({group.layers is None for group in wanted}) == 2, ""
     every: list[Group | RequestGroup] = [*wanted, *served]
     for number, group in enumerate(every):

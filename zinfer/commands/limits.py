@@ -20,7 +20,7 @@ PROSE = ("prompts", "system")  # parameters with texts of any kind
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command` and its own commands; safe to call twice."""
+    """Bound the values of all options and arguments of `command`. Safe to call twice."""
     for verb in getattr(command, "commands", {}).values():
         bound(verb)
     for parameter in command.params:

@@ -188,7 +188,7 @@ class Engine(ABC, Generic[B]):
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
     def snapshot(self, batch: B, first: int, last: int, row: int = 0) -> KVSnapshot:
-        """Copy keys and values of some positions of a `row` to host memory. These are `first` to `last` (excluded),
+        """Copy some positions' keys and values of a `row` to host memory. These are `first` to `last` (excluded),
         computed before; the row's first token is position 0. Raises EngineError where `cannot_snapshot` gives a reason,
         MemoryError where there is no room."""
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")

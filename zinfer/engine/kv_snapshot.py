@@ -20,7 +20,7 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of a row in all decoder layers, ``[1, kv_heads, length, head_dim]`` each. They are in memory of
+    """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``. They are in memory of
     its own, until it is closed. A pickled one borrows the memory of what it was."""
 
     def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
@@ -116,7 +116,7 @@ class RowsPast:
         return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.kinds)
 
     def check(self, layers: int, batch_size: int) -> None:
-        """Raise EngineError unless it is of `batch_size` rows and `layers` layers, without gaps."""
+        """Raise EngineError unless it is of these rows and layers, without gaps."""
 
         def whole(parts: Sequence[KVSnapshot], pad: int) -> bool:
             ends = [0, *(part.first + part.length for part in parts)]

@@ -1,4 +1,4 @@
-"""Contents of a report, in order, with the sections on cost and evidence."""
+"""Contents of a report: its sections in order, cost and evidence among them."""
 
 from collections.abc import Callable
 

@@ -46,7 +46,7 @@ class Routers:
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Tell whether a module has a number of experts to choose, and one matrix that scores them, perhaps with a bias."""
+    """Tell whether a module has a number of experts to choose. One matrix scores them, perhaps with a bias."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     count, weight = getattr(module, "top_k", None), tensors.get("weight")
     if not isinstance(count, int) or weight is None or weight.dim() != 2 or "forward" in vars(module):
@@ -66,7 +66,7 @@ def _route(kind: Kind, module: Any, states: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _kind_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Kind | None:
-    """Return the kind of router that chooses and weighs as a module does in a trial; None if none does."""
+    """Return the kind of router that chooses as a module does, or None."""
     dice, drawn = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, each in module.named_parameters():
         drawn[name] = (torch.randn(each.shape, generator=dice) / each.shape[-1] ** 0.5).to(device, each.dtype)

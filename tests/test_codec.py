@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.interpreter import interpreted
 from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.stream.weights import codec, formats
-from zinfer.engine.stream.weights.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
+from zinfer.engine.stream.weights.codec import BLOCK, Encoded, Layout, decode, encode
 
 
 def gaussian(numel: int, scale: float = 0.02, seed: int = 0) -> Tensor:
@@ -420,7 +420,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
     from zinfer.engine.stream.weights import decode as kernel
     from zinfer.engine.stream.weights.expand import _expand_blocks
 
-    constants: dict[str, Any] = CONSTANTS | {"ROWS": 32 * kernel.WARPS}
+    constants: dict[str, Any] = {"ROWS": 32 * kernel.WARPS}
     scaled = constants | {
         "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "CODED": False, "INNER": tl.bfloat16, "ALIGNED": True,
     }  # fmt: skip
@@ -450,13 +450,13 @@ def main(folder: Path) -> None:
         kernel.WARPS = warps or usual
         out = guarded(2 * numel).view(torch.bfloat16).fill_(torch.nan)
         blocks, offsets = numel // BLOCK, sections[:-1]
-        kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets, **CONSTANTS)
+        kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets)
         results[name] = out.clone()
     kernel.WARPS = 32
     data, places, values = torch.load(folder / "experts")
     out = guarded(values.numel()).fill_(7)
     chosen = torch.tensor(CHOSEN)
-    kernel.launch_chosen(guarded(data.numel()).copy_(data), places, chosen, 2, out, **CONSTANTS)
+    kernel.launch_chosen(guarded(data.numel()).copy_(data), places, chosen, 2, out)
     results["chosen"] = out.view(EXPERTS, -1).clone()
     for name, layout, data in torch.load(folder / "coded", weights_only=False):
         codes = layout.views(data)

@@ -34,13 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16384  # values in a block; small enough for the tables to follow rows of differing scale
-LEVELS = 4  # the fourth saves 0.2% of the size, a fifth would save 0.04%
-ROW = 16  # codes in a row of 32 bits
-# The GPU unpacks levels 2.. into the block's own place in `out`, before the values, which needs some free space there.
-# A block with more escapes than this is noise.
-MAX_ESCAPES = BLOCK - 4 * ROW
-CONSTANTS = {"BLOCK": BLOCK, "LEVELS": LEVELS, "MAX_ESCAPES": MAX_ESCAPES}  # of the kernels
+from zinfer.engine.stream.weights.block import BLOCK, LEVELS, MAX_ESCAPES, ROW
+
 # A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much. For FP8,
 # which takes a launch in any case, it is the size from which the GPU unpacks faster than the link brings it.
 MIN_NUMEL = 1 << 20
@@ -177,7 +172,7 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
     if out.is_cuda and layout.bits == 16:
         from zinfer.engine.stream.weights.decode import launch
 
-        launch(data, values, layout.blocks, layout.sections[:-1], **CONSTANTS)
+        launch(data, values, layout.blocks, layout.sections[:-1])
     else:
         _decode_blocks(data, layout, values)
     if rest := layout.numel % BLOCK:
@@ -202,7 +197,7 @@ def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor,
     if out.is_cuda:
         from zinfer.engine.stream.weights.decode import launch_chosen
 
-        launch_chosen(data, places, chosen, max_blocks, out, **CONSTANTS)
+        launch_chosen(data, places, chosen, max_blocks, out)
         return
     for number in chosen.tolist():
         for begin, place, blocks, *sections in places[number].tolist() if 0 <= number < len(places) else ():

@@ -21,79 +21,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zinfer.engine.stream.weights import block as numbers
+
+BLOCK, LEVELS, MAX_ESCAPES = map(tl.constexpr, (numbers.BLOCK, numbers.LEVELS, numbers.MAX_ESCAPES))
 # A tile is one row per thread. More warps waste work on levels 3 and 4, which seldom fill a tile (25, 26, 30
 # instructions a value for 1, 2, 4 warps); fewer warps hide less latency and leave longer tails.
 WARPS = 2
 
 
-def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **constants: int) -> None:
+def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int]) -> None:
     """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``). The tail is left out. Runs on the
-    current stream. `offsets` has levels 2 to 4, the bytes and the tail, in units of 16 bytes;
-    `constants` are the codec's BLOCK, LEVELS and MAX_ESCAPES. Checks nothing: `codec.decode` does."""
-    _decode[(blocks,)](
-        data,
-        out,
-        blocks,
-        *offsets,
-        **constants,
-        ROWS=32 * WARPS,
-        num_warps=WARPS,
-        num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
-    )
+    current stream. `offsets` has levels 2 to 4, the bytes and the tail, in units of 16 bytes. Checks nothing:
+    `codec.decode` does."""
+    # A load moved ahead of a barrier would read data that is not written yet: hence one stage.
+    _decode[(blocks,)](data, out, blocks, *offsets, ROWS=32 * WARPS, num_warps=WARPS, num_stages=1)
 
 
-def launch_chosen(data: Tensor, table: Tensor, chosen: Tensor, max_blocks: int, out: Tensor, **constants: int) -> None:
+def launch_chosen(data: Tensor, table: Tensor, chosen: Tensor, max_blocks: int, out: Tensor) -> None:
     """Decode the chunks of chosen experts in one launch. Runs on the current stream. `table` is int64 ``[experts,
     chunks, 8]``, the places that `codec.decode_chosen` describes; numbers in `chosen` beyond the experts are left out.
     Checks nothing."""
     experts, chunks, _ = table.shape
-    _decode_chosen[(max_blocks, chunks, chosen.numel())](
-        data,
-        table,
-        chosen,
-        out,
-        experts,
-        chunks,
-        **constants,
-        ROWS=32 * WARPS,
-        num_warps=WARPS,
-        num_stages=1,
-    )
+    grid = max_blocks, chunks, chosen.numel()
+    _decode_chosen[grid](data, table, chosen, out, experts, chunks, ROWS=32 * WARPS, num_warps=WARPS, num_stages=1)
 
 
 # The offsets differ for every tensor: specialisation would compile a kernel for every pattern of divisibility.
 @triton.jit(do_not_specialize=["blocks", "level_2", "level_3", "level_4", "rest", "tail"])
-def _decode(
-    data,
-    out,
-    blocks,
-    level_2,
-    level_3,
-    level_4,
-    rest,
-    tail,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MAX_ESCAPES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _decode(data, out, blocks, level_2, level_3, level_4, rest, tail, ROWS: tl.constexpr):
     block = tl.program_id(0)
-    _decode_block(data, out, block, blocks, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS)
+    _decode_block(data, out, block, blocks, level_2, level_3, level_4, rest, tail, ROWS)
 
 
 @triton.jit(do_not_specialize=["experts", "chunks"])
-def _decode_chosen(
-    data,
-    table,
-    chosen,
-    out,
-    experts,
-    chunks,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MAX_ESCAPES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _decode_chosen(data, table, chosen, out, experts, chunks, ROWS: tl.constexpr):
     block = tl.program_id(0)
     expert = tl.load(chosen + tl.program_id(2)).to(tl.int64)
     inside = (expert >= 0) & (expert < experts)
@@ -108,27 +69,11 @@ def _decode_chosen(
         rest = tl.load(place + 6).to(tl.int32)
         tail = tl.load(place + 7).to(tl.int32)
         values = (out + first).to(tl.pointer_type(tl.uint16))
-        _decode_block(
-            data + begin, values, block, blocks, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
-        )
+        _decode_block(data + begin, values, block, blocks, level_2, level_3, level_4, rest, tail, ROWS)
 
 
 @triton.jit
-def _decode_block(
-    data,
-    out,
-    number,
-    blocks,
-    level_2,
-    level_3,
-    level_4,
-    rest,
-    tail,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MAX_ESCAPES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _decode_block(data, out, number, blocks, level_2, level_3, level_4, rest, tail, ROWS: tl.constexpr):
     """Decode one block. Positions within the block's parts of `out` and `data` have 32 bits, the parts' offsets 64."""
     block = number.to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -138,9 +83,7 @@ def _decode_block(
     level_1 = words + tl.cast(blocks, tl.int64) * (BLOCK // 4)
     record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
 
-    position = escapes(
-        words, part, record, row, column, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
-    )
+    position = escapes(words, part, record, row, column, level_2, level_3, level_4, rest, tail, ROWS)
     table = tl.load(record + LEVELS)
     for tile in range(0, BLOCK // 16, ROWS):
         index = tile + row
@@ -155,22 +98,7 @@ def _decode_block(
 
 
 @triton.jit
-def escapes(
-    words,
-    part,
-    record,
-    row,
-    column,
-    level_2,
-    level_3,
-    level_4,
-    rest,
-    tail,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MAX_ESCAPES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def escapes(words, part, record, row, column, level_2, level_3, level_4, rest, tail, ROWS: tl.constexpr):
     """Unpack a block's deeper levels; return the first exponent's place. That is the place, in bytes, of the exponent
     of level 1's first escape. `part` of the output is a pointer to words, two bytes a value; `words` are all data,
     `record` is the block's."""

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream.weights import codec, decode
-from zinfer.engine.stream.weights.decode import escapes, exponents
+from zinfer.engine.stream.weights.decode import BLOCK, LEVELS, escapes, exponents
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BLOCK = 2048  # values of a program
+TILE = 2048  # values of a program
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None, block: int = BLOCK) -> None:
+def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None, block: int = TILE) -> None:
     """Unpack `codes` into `out` ``[rows, columns]``, `block` values a program. The tables are float32. Runs on the
     current stream."""
     rows, columns = out.shape
@@ -62,7 +62,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
 
 
 def launch_coded(
-    codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = BLOCK
+    codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = TILE
 ) -> None:
     """Decode e4m3 `codes`, coded as `layout` describes, into `out` ``[rows, columns]``.
 
@@ -90,7 +90,6 @@ def launch_coded(
             *layout.sections[:-1],
             **constants,
             ALIGNED=columns % codec.ROW == 0 and (whole_columns or codes.block[1] % codec.ROW == 0),
-            **codec.CONSTANTS,
             ROWS=32 * decode.WARPS,
             num_warps=decode.WARPS,
             num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
@@ -172,9 +171,6 @@ def _expand_blocks(
     CODED: tl.constexpr,
     INNER: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MAX_ESCAPES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode a block of e4m3 codes and multiply with scales. If `ALIGNED`, each 16 values share a scale."""
@@ -189,9 +185,7 @@ def _expand_blocks(
     record = level_1 + tl.cast(blocks, tl.int64) * (BLOCK // 16) + block * (2 * LEVELS)
     value = (block * BLOCK).to(tl.int32)
 
-    position = escapes(
-        words, part, record, row, column, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
-    )
+    position = escapes(words, part, record, row, column, level_2, level_3, level_4, rest, tail, ROWS)
     table = tl.load(record + LEVELS)
     for tile in range(0, BLOCK // 16, ROWS):
         index = tile + row

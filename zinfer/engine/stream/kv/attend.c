@@ -8,12 +8,8 @@
    int8 rows are followed, in memory, by their scale, a float32.
 
    `attend` computes all of attention for rows of several micro-batches at once, without their scores ever leaving a
-   core's cache; a core takes a head of a row, or where these are few, a part of its tokens. `dots` and `mix` are its two products alone, whose work is split further, for few rows. `store` copies
-   the keys and values of new tokens to where `attend` reads them.
-
-   Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements after the first
-   one; its rows, one per token, are `width` contiguous elements, `stride` elements apart. The query rows and the
-   results are float32 and contiguous. */
+   core's cache; a core takes a head of a row, or where these are few, a part of its tokens. `store` copies the keys and
+   values of new tokens to where `attend` reads them. Queries and results are float32 and contiguous. */
 
 #include <stdint.h>
 #include <string.h>
@@ -41,8 +37,7 @@
 
 #define CHUNK (2 * LANES) /* elements widened at a time, into two registers */
 #define KEYS 4            /* keys multiplied with the rows at a time */
-#define COLUMNS 32 /* columns of values that a thread sums at a time if there are few matrices: a cache line of bf16 */
-#define SPAN 256   /* maximum of columns that a thread sums at a time */
+#define SPAN 256   /* maximum of columns of values */
 #define TOKENS 128 /* tokens that a thread takes at a time: still in its cache when rows 5 and on read them again */
 #define AHEAD 16   /* distance, in tokens, at which keys and values are prefetched: no core looks that far by itself */
 #define ROWS 128   /* maximum of query rows */
@@ -195,32 +190,32 @@ INLINE void dots_of(type kind, int count, const float *rows, const char *const *
     for (int r = 0; r < count; r++) totals(sums[r], products[r]);
 }
 
-/* out[r][t] = sum over d of rows[r][d] * keys[t][d], for tokens from `begin` to `end` of `tokens`. */
+/* out[r][t] = sum over d of rows[r][d] * keys[t][d], for `tokens` keys; rows of `out` are TOKENS apart. */
 INLINE void dots(type kind, const float *rows, const char *keys, float *out, int64_t stride, int64_t count,
-                 int64_t begin, int64_t end, int64_t tokens, int64_t width) {
+                 int64_t tokens, int64_t width) {
     for (int64_t r = 0; r < count; r += TOGETHER) {
         int block = count - r < TOGETHER ? count - r : TOGETHER;
         float laid[TOGETHER * WIDTH];
         for (int i = 0; i < block; i++) lay(kind, rows + (r + i) * width, width, laid + i * WIDTH);
-        for (int64_t t = begin; t < end; t += KEYS) {
+        for (int64_t t = 0; t < tokens; t += KEYS) {
             const char *own[KEYS];
             float products[4][KEYS];
-            for (int k = 0; k < KEYS; k++) own[k] = keys + (t + k < end ? t + k : end - 1) * stride * size_of(kind);
+            for (int k = 0; k < KEYS; k++) own[k] = keys + (t + k < tokens ? t + k : tokens - 1) * stride * size_of(kind);
             for (int k = 0; k < KEYS && !r; k++)
                 prefetch(own[k] + AHEAD * stride * size_of(kind), width * size_of(kind));
             if (block == 1) dots_of(kind, 1, laid, own, width, products);
             else if (block == 2) dots_of(kind, 2, laid, own, width, products);
             else if (block == 3) dots_of(kind, 3, laid, own, width, products);
             else dots_of(kind, 4, laid, own, width, products);
-            for (int k = 0; k < KEYS && t + k < end; k++) {
+            for (int k = 0; k < KEYS && t + k < tokens; k++) {
                 float scale = scale_of(kind, own[k] + width * size_of(kind));
-                for (int i = 0; i < block; i++) out[(r + i) * tokens + t + k] = scale * products[i][k];
+                for (int i = 0; i < block; i++) out[(r + i) * TOKENS + t + k] = scale * products[i][k];
             }
         }
     }
 }
 
-/* Adds `tokens` values, weighted by `parts` and by `scales` (see mix), to `chunks` chunks of the sums of `count` rows,
+/* Adds `tokens` values, weighted by `parts` and by `scales` (those of int8 rows), to `chunks` chunks of the sums of `count` rows,
    SPAN apart. Prefetches the first `ahead` bytes of later values. */
 INLINE void mix_of(type kind, int count, int chunks, int64_t left, int64_t ahead, float *sums, const float *parts,
                    const char *values, const char *scales, int64_t stride, int64_t tokens) {
@@ -256,29 +251,6 @@ INLINE void mix_all(type kind, int count, int64_t columns, float *sums, const fl
         mix_of(kind, count, 1, columns - d, ahead, sums + d, parts, values + d * size, scales, stride, tokens);
 }
 
-/* out[r][d] = sum over t of rows[r][t] * values[t][d], for the first `columns` of `width` columns. `scales` points to
-   the scale of the first row, if rows have one. */
-INLINE void mix(type kind, const float *rows, const char *values, const char *scales, float *out, int64_t stride,
-                int64_t count, int64_t tokens, int64_t width, int64_t columns) {
-    float sums[ROWS * SPAN];
-    memset(sums, 0, count * SPAN * sizeof(float));
-    for (int64_t begin = 0; begin < tokens; begin += TOKENS) {
-        int64_t some = tokens - begin < TOKENS ? tokens - begin : TOKENS, row = stride * size_of(kind);
-        for (int64_t r = 0; r < count; r += TOGETHER) {
-            int block = count - r < TOGETHER ? count - r : TOGETHER;
-            float parts[TOGETHER * TOKENS], *own = sums + r * SPAN;
-            const char *tile = values + begin * row, *behind = scales + begin * row;
-            for (int i = 0; i < block; i++)
-                for (int64_t t = 0; t < some; t++) parts[i * TOKENS + t] = rows[(r + i) * tokens + begin + t];
-            if (block == 1) mix_all(kind, 1, columns, own, parts, tile, behind, stride, some);
-            else if (block == 2) mix_all(kind, 2, columns, own, parts, tile, behind, stride, some);
-            else if (block == 3) mix_all(kind, 3, columns, own, parts, tile, behind, stride, some);
-            else mix_all(kind, 4, columns, own, parts, tile, behind, stride, some);
-        }
-    }
-    for (int64_t r = 0; r < count; r++) unlay(kind, sums + r * SPAN, columns, out + r * width);
-}
-
 INLINE floats either(ints which, floats one, floats other) {
     return (floats)((which & (ints)one) | (~which & (ints)other));
 }
@@ -301,6 +273,16 @@ INLINE floats exponential(floats x) {
     /* The integer of n + 127, in the place of an exponent. */
     floats shifted = n + 12583039.0f;
     return either(tiny, zero, power * (floats)((pairs)shifted << 23));
+}
+
+/* cap * tanh(x / cap) of `count` scores. The room behind them is filled. */
+INLINE void limit(float *scores, int64_t count, float cap) {
+    for (int64_t t = 0; t < count; t += LANES) {
+        floats x = load(scores + t) / cap, power = exponential(either(x > 0, -2 * x, 2 * x));
+        floats share = cap * (1 - power) / (1 + power);
+        share = either(x < 0, -share, share);
+        memcpy(scores + t, &share, sizeof share);
+    }
 }
 
 /* State of a softmax over all tokens so far: the largest score, and the sum of what its powers are. */
@@ -341,12 +323,13 @@ typedef struct {
     int64_t rows, heads, tokens, of_keys[3], of_values[3], of_bias[2][3];
 } block;
 
-/* out[r] = softmax over t of (scale * (query[r] . keys[t]) + biases) times values[t], for all queries of a head. Of
-   `parts` equal parts of its tokens it takes number `part`; if there are several, `out` gets sums and `states`, which
-   `join` makes the same of. */
-INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const float *query, float *out,
-                   softmax *states, int64_t count, int64_t width, int64_t columns, float scale, int64_t part,
-                   int64_t parts) {
+/* out[r] = softmax over t of (scale * (query[r] . keys[t]) + biases) times values[t], for all queries of a head. Before
+   biases are added, scores are limited by `cap`, unless it is 0. A sink of each query, if given, is a score that takes
+   its part of the softmax. Of `parts` equal parts of the tokens it takes number `part`; if there are several, `out` gets
+   sums and `states`, which `join` makes the same of. */
+INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const float *query, const float *sinks,
+                   float *out, softmax *states, int64_t count, int64_t width, int64_t columns, float scale, float cap,
+                   int64_t part, int64_t parts) {
     float scores[ROWS * TOKENS], sums[ROWS * SPAN];
     const int64_t tiles = (own->tokens + TOKENS - 1) / TOKENS, first = tiles * part / parts * TOKENS;
     const int64_t last = tiles * (part + 1) / parts * TOKENS, end = last < own->tokens ? last : own->tokens;
@@ -354,14 +337,16 @@ INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const
     const char *keys = own->keys + (row * own->of_keys[0] + head * own->of_keys[1]) * size;
     const char *values = own->values + (row * own->of_values[0] + head * own->of_values[1]) * size;
     memset(sums, 0, count * SPAN * sizeof(float));
-    for (int64_t r = 0; r < count; r++) states[r] = (softmax){-__builtin_inff(), 0};
+    for (int64_t r = 0; r < count; r++)
+        states[r] = sinks && !part ? (softmax){sinks[head * count + r], 1} : (softmax){-__builtin_inff(), 0};
     for (int64_t begin = first; begin < end; begin += TOKENS) {
         int64_t some = end - begin < TOKENS ? end - begin : TOKENS;
         const char *tile = values + begin * value, *behind = tile + columns * size;
-        dots(kind, query, keys + begin * key, scores, own->of_keys[2], count, 0, some, TOKENS, width);
+        dots(kind, query, keys + begin * key, scores, own->of_keys[2], count, some, width);
         for (int64_t r = 0; r < count; r++) {
             float *part = scores + r * TOKENS;
             for (int64_t t = 0; t < some; t++) part[t] *= scale;
+            if (cap != 0) limit(part, some, cap);
             for (int i = 0; i < 2 && own->bias[i]; i++) {
                 const int64_t *stride = own->of_bias[i];
                 const float *bias = own->bias[i] + row * stride[0] + head * stride[1] + r * stride[2] + begin;
@@ -430,46 +415,19 @@ void store(const copy *copies, int64_t all, int threads) {
     }
 }
 
-#define MATRIX(kind, b) ((b) / inner * stride_outer + (b) % inner * stride_inner) * size_of(kind)
 #define EXPORT(kind)                                                                                                  \
-    void dots_##kind(const float *rows, const char *keys, float *out, int64_t outer, int64_t inner,                   \
-                     int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,       \
-                     int64_t width, int threads) {                                                                    \
-        int64_t share = grain(outer * inner * ((tokens + TOKENS - 1) / TOKENS), threads, 8);                          \
-        _Pragma("omp parallel for collapse(2) schedule(dynamic, share) num_threads(threads)")                         \
-        for (int64_t b = 0; b < outer * inner; b++)                                                                   \
-            for (int64_t begin = 0; begin < tokens; begin += TOKENS)                                                  \
-                dots(kind, rows + b * count * width, keys + MATRIX(kind, b), out + b * count * tokens, stride, count, \
-                     begin, begin + TOKENS < tokens ? begin + TOKENS : tokens, tokens, width);                        \
-    }                                                                                                                 \
-                                                                                                                      \
-    void mix_##kind(const float *rows, const char *values, float *out, int64_t outer, int64_t inner,                  \
-                    int64_t stride_outer, int64_t stride_inner, int64_t stride, int64_t count, int64_t tokens,        \
-                    int64_t width, int threads) {                                                                     \
-        int64_t columns = outer * inner < 4 * threads ? COLUMNS : SPAN;                                               \
-        int64_t share = grain(outer * inner * ((width + columns - 1) / columns), threads, 2);                         \
-        _Pragma("omp parallel for collapse(2) schedule(dynamic, share) num_threads(threads)")                         \
-        for (int64_t b = 0; b < outer * inner; b++)                                                                   \
-            for (int64_t begin = 0; begin < width; begin += columns) {                                                \
-                const char *own = values + MATRIX(kind, b);                                                           \
-                mix(kind, rows + b * count * tokens, own + begin * size_of(kind), own + width * size_of(kind),        \
-                    out + b * count * width + begin, stride, count, tokens, width,                                    \
-                    begin + columns < width ? columns : width - begin);                                               \
-            }                                                                                                         \
-    }                                                                                                                 \
-                                                                                                                      \
-    void attend_##kind(const float *queries, const block *blocks, float *out, float *sums, softmax *states,           \
-                       int64_t all, int64_t parts, int64_t count, int64_t width, int64_t columns, float scale,        \
-                       int threads) {                                                                                 \
+    void attend_##kind(const float *queries, const block *blocks, const float *sinks, float *out, float *sums,        \
+                       softmax *states, int64_t all, int64_t parts, int64_t count, int64_t width,                     \
+                       int64_t columns, float scale, float cap, int threads) {                                        \
         int64_t share = grain(all * parts, threads, 4), apart = count * columns;                                      \
         _Pragma("omp parallel for schedule(dynamic, share) num_threads(threads)")                                     \
         for (int64_t task = 0; task < all * parts; task++) {                                                          \
             const block *own = blocks;                                                                                \
             int64_t b = task / parts, place = b;                                                                      \
             for (; place >= own->rows * own->heads; own++) place -= own->rows * own->heads;                           \
-            attend(kind, own, place / own->heads, place % own->heads, queries + b * count * width,                    \
+            attend(kind, own, place / own->heads, place % own->heads, queries + b * count * width, sinks,             \
                    (parts > 1 ? sums : out) + task * apart, states + task * count, count, width, columns, scale,      \
-                   task % parts, parts);                                                                              \
+                   cap, task % parts, parts);                                                                         \
         }                                                                                                             \
         if (parts > 1)                                                                                                \
             for (int64_t i = 0; i < all * count; i++) {                                                               \

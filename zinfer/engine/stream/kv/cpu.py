@@ -24,12 +24,11 @@ from zinfer.engine.stream.kv.cpu_kernel import (
     attend,
     can_attend,
     dequantized,
-    dots,
     int8_of,
     join_scales,
     library,
-    mix,
     quantize_rows,
+    sinks_of,
     split_scales,
 )
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
@@ -130,8 +129,8 @@ def attend_all(
     heads]``, are scores that take their part of each softmax.
     """
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
-    if softcap is None and sinks is None and can_attend(queries, blocks):
-        return run_async(partial(attend, queries, blocks, biases, factor, torch.get_num_threads()))
+    if can_attend(queries, blocks):
+        return run_async(partial(attend, queries, blocks, biases, factor, torch.get_num_threads(), softcap, sinks))
     flush()
     mixed, first, longest = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
     expanded = [bias.expand(len(queries), *bias.shape[1:])[..., -longest:] for bias in biases]
@@ -158,17 +157,17 @@ def _attend_apart(
         keys, values = dequantized(keys, dtype), dequantized(values, dtype)
         bias = sum(biases[1:], biases[0]).to(dtype) if biases else None
         return scaled_dot_product_attention(queries.to(dtype), keys, values, bias, scale=scale).float()
-    scores = dots(queries, keys).mul_(scale)
+    keys, values = dequantized(keys, torch.float32).float(), dequantized(values, torch.float32).float()
+    scores = queries.float() @ keys.mT * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     for bias in biases:
         scores = scores + bias
     if sinks is not None:
-        rows, heads, count, _ = scores.shape
-        each = sinks.float().view(heads, -1).repeat_interleave(count * heads // len(sinks), 1)
-        scores = torch.cat([scores, each[None, :, :, None].expand(rows, -1, -1, 1)], dim=-1)
+        each = sinks_of(sinks, *scores.shape[1:3])
+        scores = torch.cat([scores, each[None, :, :, None].expand(len(scores), -1, -1, 1)], dim=-1)
     shares = scores.softmax(-1).masked_fill_(scores.amax(-1, keepdim=True) == float("-inf"), 0)  # all is hidden
-    return mix(shares[..., : keys.shape[2]], values)
+    return shares[..., : keys.shape[2]] @ values
 
 
 def _on_host(added: Tensor) -> Tensor:

@@ -1,15 +1,12 @@
-"""CPU kernels of attention: products of a few rows with a long matrix, at the speed of host memory.
+"""CPU kernels of attention: a few queries and many keys, at the speed of host memory.
 
 `attend.c` is compiled for this processor at its first use and kept in the user's cache folder. Without a C compiler,
 torch computes the same at a fraction of the rate.
 
-    rows, keys: [.., n, D] and [.., m, D]         dots(rows, keys): [.., n, m]
-    rows, values: [.., n, m] and [.., m, D]       mix(rows, values): [.., n, D]
+`attend` computes the attention of rows of several micro-batches at once. `store` copies new keys and values of all of
+them to where they are read.
 
-`attend` computes both, and the softmax between them, for the rows of several micro-batches at once. `store` copies new
-keys and values of all of them to where they are read.
-
-Matrices may be int8 if `quantize_rows` made them: each row has a scale of its own, in the four bytes behind it.
+Keys and values may be int8 if `quantize_rows` made them: each row has a scale of its own, in the four bytes behind it.
 """
 
 import ctypes
@@ -41,22 +38,6 @@ HEADS_PER_THREAD = 8  # heads of rows for each thread that are shared out evenly
 TOKENS_PER_PART = 512  # tokens of a part at least
 
 
-def dots(rows: Tensor, keys: Tensor) -> Tensor:
-    """Return ``rows @ keys^T`` in float32: ``[.., n, m]``."""
-    if can_multiply(rows, keys):
-        return _run("dots", rows, keys, keys.shape[-2])
-    rows, keys = _alike(rows, keys)
-    return (rows @ keys.transpose(-1, -2)).float()
-
-
-def mix(rows: Tensor, values: Tensor) -> Tensor:
-    """Return ``rows @ values`` in float32: ``[.., n, D]``."""
-    if can_multiply(rows, values):
-        return _run("mix", rows, values, values.shape[-1])
-    rows, values = _alike(rows, values)
-    return (rows @ values).float()
-
-
 class _Block(ctypes.Structure):
     """Keys and values of one micro-batch: `block` in attend.c."""
 
@@ -69,13 +50,15 @@ class _Block(ctypes.Structure):
 
 def attend(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0,
-    threads: int | None = None,
+    threads: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of queries ``[B, heads, n, D]`` to blocks: float32 ``[B, heads, n, E]``. Each block is keys
     ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. `biases` are added to
     the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m; a block has their last
-    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default the count that
-    torch uses. `can_attend` tells whether the compiled code can do it."""
+    m columns. Before, scores are kept below `softcap`. `sinks`, ``[heads * s]``, are scores that take their part of
+    each softmax, where s query heads share keys and n is a multiple of s. A query that sees nothing, since all is -inf,
+    gets zeros. `threads` compute it, by default the count that torch uses. `can_attend` tells whether the compiled code
+    can do it."""
     rows, heads, count, width = queries.shape
     longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
     if len(biases) > 2:
@@ -96,11 +79,20 @@ def attend(
     parts = min(-(-HEADS_PER_THREAD * threads // (rows * heads)), -(-longest // TOKENS_PER_PART))
     sums = torch.empty((rows * heads, parts, count, columns) if parts > 1 else 0)
     states = torch.empty((rows * heads, parts, count, 2))
+    each = None if sinks is None else sinks_of(sinks, heads, count)
     function = getattr(library(), f"attend_{NAMES[blocks[0][0].dtype]}")
     numbers = map(ctypes.c_int64, (rows * heads, parts, count, width, columns))
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (queries, out, sums, states)]
-    function(pointers[0], table, *pointers[1:], *numbers, ctypes.c_float(scale), ctypes.c_int(threads))
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, sums, states)]
+    function(
+        ctypes.c_void_p(queries.data_ptr()), table, ctypes.c_void_p(each if each is None else each.data_ptr()),
+        *pointers, *numbers, ctypes.c_float(scale), ctypes.c_float(softcap or 0), ctypes.c_int(threads),
+    )  # fmt: skip
     return out
+
+
+def sinks_of(sinks: Tensor, heads: int, count: int) -> Tensor:
+    """Return the sink of each query, float32 ``[heads, count]``; `attend` has their shape."""
+    return sinks.float().view(heads, -1).repeat_interleave(count * heads // len(sinks), 1)
 
 
 class _Copy(ctypes.Structure):
@@ -154,7 +146,8 @@ def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool
     dtypes = {tensor.dtype for keys, values in blocks for tensor in (keys, values)}
     return (
         rows * heads > 0
-        and _are_read(queries)
+        and queries.dtype in FLOATS
+        and queries.device.type == "cpu"
         and count <= MAX_ROWS
         and len(dtypes) == 1
         and sum(len(keys) for keys, _ in blocks) == rows
@@ -172,16 +165,9 @@ def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool
     )
 
 
-def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both to the wider of their types, as torch's product requires."""
-    matrix = dequantized(matrix, rows.dtype)
-    dtype = torch.promote_types(rows.dtype, matrix.dtype)
-    return rows.to(dtype), matrix.to(dtype)
-
-
 def quantize_rows(states: Tensor) -> Tensor:
     """Quantise the rows of `states` (``[.., D]``, any float) to 8 bits: symmetric, rounded to nearest. Returns uint8
-    ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`.
+    ``[.., D + 4]``, each row with its scale; `attend` reads `int8_of` it.
     """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     return join_scales((states.float() / scale).round_().to(torch.int8), scale)
@@ -198,8 +184,7 @@ def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_of(rows: Tensor) -> Tensor:
-    """Return the int8 numbers ``[.., D]`` of quantised rows. It is a matrix for `dots` and `mix`, which find the scales
-    beside them."""
+    """Return the int8 numbers ``[.., D]`` of quantised rows. `attend` finds the scales beside them."""
     return rows[..., : rows.shape[-1] - SCALE_BYTES].view(torch.int8)
 
 
@@ -214,24 +199,6 @@ def dequantized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.float() * scale.view(torch.float32)).to(dtype)
 
 
-def can_multiply(rows: Tensor, matrix: Tensor) -> bool:
-    """Tell whether the compiled code can compute the product: few rows, and up to two batch dimensions of a matrix
-    whose rows are contiguous."""
-    return (
-        2 <= matrix.dim() == rows.dim() <= 4
-        and rows.shape[:-2] == matrix.shape[:-2]
-        and rows.shape[-2] <= MAX_ROWS
-        and _are_read(rows)
-        and _is_read(matrix)
-        and library() is not None
-    )
-
-
-def _are_read(rows: Tensor) -> bool:
-    """Tell whether the compiled code reads such rows without a copy."""
-    return rows.dtype in FLOATS and rows.device.type == "cpu"
-
-
 def _is_read(matrix: Tensor) -> bool:
     """Tell whether the compiled code can read a matrix: its type, its width, and how its rows lie in host memory."""
     return (
@@ -241,17 +208,6 @@ def _is_read(matrix: Tensor) -> bool:
         and (matrix.dtype in FLOATS or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES)
         and matrix.device.type == "cpu"
     )
-
-
-def _run(kind: str, rows: Tensor, matrix: Tensor, width: int) -> Tensor:
-    rows, out = rows.to(torch.float32).contiguous(), torch.empty((*rows.shape[:-1], width))
-    missing = 4 - matrix.dim()
-    batch, strides = (1,) * missing + matrix.shape[:-2], (0,) * missing + matrix.stride()[:-1]
-    numbers = (*batch, *strides, rows.shape[-2], *matrix.shape[-2:])
-    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, matrix, out))
-    function = getattr(library(), f"{kind}_{NAMES[matrix.dtype]}")
-    function(*pointers, *map(ctypes.c_int64, numbers), ctypes.c_int(torch.get_num_threads()))
-    return out
 
 
 @cache

@@ -136,16 +136,10 @@ class ExpertPool:
     most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
     ones come. The rules of `zinfer.engine.stream.weights.ring` hold here, too: a part of a buffer is read behind its
     event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is
-    issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
-    experts are unpacked from where they are; everything else is the same.
+    issued only once that has been recorded, since only then it is free.
     """
 
-    def __init__(
-        self,
-        source: MemorySource,
-        device: torch.device,
-        ring: PrefetchRing,
-    ) -> None:
+    def __init__(self, source: MemorySource, device: torch.device, ring: PrefetchRing) -> None:
         self.layers = layers = source.experts
         self.counts = ExpertCounts()
         self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
@@ -166,7 +160,7 @@ class ExpertPool:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
-        self._unpacked = None if self._queues is None else self._queues.event()
+        self._unpacked = self._queues.event()
         self._choice = _Choice(self._queues)
         self._attached: list[nn.Module] = []  # modules of experts
         self.staging = self.cached = 0  # buffers of coming and of resident experts
@@ -231,8 +225,7 @@ class ExpertPool:
         staging, cached = max(2, staging), min(cached, len(self._keys))
         if (staging, cached) == (self.staging, self.cached):
             return
-        if self._queues is not None:
-            self._queues.finish()
+        self._queues.finish()
         self._cache.clear()
         self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._asked.clear()
@@ -240,11 +233,10 @@ class ExpertPool:
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
         self._memory = torch.empty(0, dtype=torch.uint8)
         count = staging + cached
-        if self._queues is not None:
-            self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
-            parts = max(len(self._packed(key).parts) for key in self._keys)
-            self._arrived = [[self._queues.event() for _ in range(parts)] for _ in range(count)]
-            self._freed = [self._queues.event() for _ in range(count)]
+        self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
+        parts = max(len(self._packed(key).parts) for key in self._keys)
+        self._arrived = [[self._queues.event() for _ in range(parts)] for _ in range(count)]
+        self._freed = [self._queues.event() for _ in range(count)]
         self.staging, self.cached = staging, cached
         self._free.extend(range(count))
         self._spread = frozenset(self._keys[index] for index in spread(cached, len(self._keys)))
@@ -281,18 +273,15 @@ class ExpertPool:
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
-        if self._unpacked is not None:
-            self._unpacked.wait()  # if another queue unpacked the experts that are there
+        self._unpacked.wait()  # if another queue unpacked the experts that are there
         if brought := (*cached, *others):
             for key in brought:
                 self._unpack(key)
             self._filled[1].update(expert for _, expert in brought)
-            if self._unpacked is not None:
-                self._unpacked.record()
+            self._unpacked.record()
 
     def close(self) -> None:
-        if self._queues is not None:
-            self._queues.finish()
+        self._queues.finish()
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []
@@ -332,8 +321,6 @@ class ExpertPool:
         number, packed = self._free.popleft(), self._packed(key)
         self._at[key], self._coming[key] = number, None
         self._count(wire=packed.size, delivered=packed.unpacked_bytes, fetched=1)
-        if self._queues is None:
-            return
         with self._queues.copying():
             self._freed[number].wait()  # rule 2
             begin, start = mark(self._device.type == "cuda"), 0
@@ -358,30 +345,25 @@ class ExpertPool:
                 self._drop(next(reversed(self._coming)))
             self._issue()
         number, packed = self._at[key], self._packed(key)
-        if self._queues is None:
-            content = self._source[packed.start : packed.start + packed.size]
-        else:
-            self._freed[number].wait()  # another queue may have read it before: the event is behind both then
-            content = self._buffer(number)
+        self._freed[number].wait()  # another queue may have read it before: the event is behind both then
+        content = self._buffer(number)
         for part, chunks in groupby(packed.chunks, packed.part_of):
-            if self._queues is not None:
-                with self._ring.untimed(key[0]):
-                    self._arrived[number][part].wait()  # rule 1
+            with self._ring.untimed(key[0]):
+                self._arrived[number][part].wait()  # rule 1
             with self._ring.untimed(key[0], unpacks=True):
                 for chunk in chunks:
                     chunk.unpack(content[chunk.start - packed.start :], self.layer_buffer)
-        if self._queues is not None:
-            self._freed[number].record()  # rule 2
+        self._freed[number].record()  # rule 2
         self._retain(key)
         self._issue()
 
     def _unpack_chosen(self, layer: int, chosen: Tensor) -> bool:
         """Unpack a token's experts if all of the layer stay for good. The CPU does not wait for the choice then."""
-        if self._queues is None or chosen.numel() != chosen.shape[-1] or self.cached < len(self._keys):
+        if chosen.numel() != chosen.shape[-1] or self.cached < len(self._keys):
             return False
         if layer not in self._places and all((layer, number) in self._cache for number in self._numbers(layer)):
             self._places[layer] = self._places_of(layer)
-        if (places := self._places.get(layer)) is None or self._unpacked is None:
+        if (places := self._places.get(layer)) is None:
             return False
         recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._hits = chosen.numel() * len(self.layers)
@@ -433,19 +415,17 @@ class ExpertPool:
 class _Choice:
     """Copy of a router's choice on the host."""
 
-    def __init__(self, queues: Queues | None) -> None:
-        self._copied = None if queues is None else queues.event()
+    def __init__(self, queues: Queues) -> None:
+        self._copied = queues.event()
         self._memory = torch.empty((0, 1), dtype=torch.int64)
 
     def read(self, chosen: Tensor, count: int) -> list[int]:
         """Wait for the chosen numbers, and return those below `count`."""
-        if self._copied is not None:
-            if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
-                with torch.inference_mode(False):
-                    self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
-            host = self._memory[: chosen.numel()]
-            host.copy_(chosen.flatten(), non_blocking=True)
-            self._copied.record()
-            self._copied.synchronize()
-            chosen = host
-        return [number for number in chosen.flatten().tolist() if 0 <= number < count]
+        if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
+            with torch.inference_mode(False):
+                self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
+        host = self._memory[: chosen.numel()]
+        host.copy_(chosen.flatten(), non_blocking=True)
+        self._copied.record()
+        self._copied.synchronize()
+        return [number for number in host.tolist() if 0 <= number < count]

@@ -84,7 +84,7 @@ class LinkStore(HostStore):
         shared: bool = False,
     ) -> None:
         super().__init__(memory, copier, parts, capacity, windows)
-        self._ring, self._cuda, self.shared, self._version = ring, ring.queues is not None, shared, 0
+        self._ring, self.shared, self._version = ring, shared, 0
         self._parts: dict[tuple[int, int], StoredPart] = {}  # by layer and first row
         self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
 
@@ -177,7 +177,7 @@ class LinkStore(HostStore):
         stored.length = start + new.shape[0]
         if not start:
             return states
-        if self.shared and self._cuda:
+        if self.shared:
             seen = seen.clone()
         count, heads, _, width = keys.shape
         values_of_rows = seen.view(packed.dtype)
@@ -192,11 +192,9 @@ class LinkStore(HostStore):
         self._ring.hand_back()
 
     def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:
-        """Return the positions that `new` ones see, then `new`, ``[n, bytes]``: on a GPU in the ring's buffer."""
+        """Return the positions that `new` ones see, then `new`, ``[n, bytes]``: in the ring's buffer."""
         held = self._ring.borrow(layer)
         past = step.past.stop - step.past.start
-        if not self._cuda:
-            return torch.cat([held.view(past, new.shape[1]), new])
         if (past + new.shape[0]) * new.shape[1] > held.numel():
             raise ValueError(f"{new.shape[0]} positions at once behind {past} are more than a buffer of the link holds")
         seen = held[: (past + new.shape[0]) * new.shape[1]].view(-1, new.shape[1])

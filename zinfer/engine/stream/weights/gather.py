@@ -19,7 +19,7 @@ The gathers of all ranks must be the same ones, in the same order. Hence what a 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from typing import Protocol
@@ -31,7 +31,7 @@ from zinfer.core.engine import KEPT_BUFFERS
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
-from zinfer.engine.stream.weights.queues import Event, Queues
+from zinfer.engine.stream.weights.queues import Event, HostQueues, Queues
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import WeightSource
 
@@ -90,18 +90,11 @@ class GatherRing(PrefetchRing):
     """Ring whose chunks come in parts, one over each rank's link. For the rest see `PrefetchRing`."""
 
     def __init__(
-        self,
-        source: WeightSource,
-        depth: int,
-        device: torch.device,
-        ranks: Ranks,
-        queues: Queues | None = None,
+        self, source: WeightSource, depth: int, device: torch.device, ranks: Ranks, queues: Queues | None = None
     ) -> None:
         self.passes = 0  # passes that are done, whatever their end
         self._ranks = ranks
-        self._rank_parts: dict[
-            int, list[Tensor]
-        ] = {}  # layer that stays -> this rank's parts of its chunks, on the device
+        self._rank_parts: dict[int, list[Tensor]] = {}  # layer that stays -> its chunks' parts, on the device
         self._staging = _Staging()
         self._to_gather: deque[tuple[int, int]] = deque()  # layers and numbers of chunks whose gathers are not issued
         self._to_receive: deque[tuple[int, int]] = deque()  # chunks of this pass that are not taken yet
@@ -116,13 +109,13 @@ class GatherRing(PrefetchRing):
         """Change the ring; buffers that a fetch has enlarged stay so. Where layers stay, some of the buffers are for
         them, and at least two for the others."""
         whole = max(self._whole_bytes(chunk) for packed in self.layers for chunk in packed.chunks)
-        staging = max(1, min(KEPT_BUFFERS, depth // 3)) if self._resident and self.queues is not None else 0
-        if staging != len(self._staging.buffers) and self.queues is not None:
+        staging = max(1, min(KEPT_BUFFERS, depth // 3)) if self._resident else 0
+        if changes := staging != len(self._staging.buffers):
             self._flush()
             self._staging.resize(0, 0, self._device, self.queues)
         ring = max(2, depth - staging)
         super().resize(ring, max(min_bytes, whole, self.buffer_bytes if ring == self._depth else 0))
-        if staging != len(self._staging.buffers) and self.queues is not None:
+        if changes:
             self._staging.resize(staging, whole, self._device, self.queues)
 
     def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
@@ -160,8 +153,7 @@ class GatherRing(PrefetchRing):
             self._flush()
             self._pending, self._next = islice(self._chunk_transfers(), self._ahead), ()
             self._to_gather.extend(islice(self._chunk_numbers(), self._ahead))
-            if self.queues is not None:
-                self._fill()
+            self._fill()
 
     @contextmanager
     def weight_pass(
@@ -177,8 +169,7 @@ class GatherRing(PrefetchRing):
             self._next = tuple(fetches)
         try:
             with super().weight_pass(calls, turn, fetches):
-                if self.queues is not None:
-                    self._fill()
+                self._fill()
                 yield
         finally:
             if self._pass is None:
@@ -195,19 +186,13 @@ class GatherRing(PrefetchRing):
         """Copy this rank's part of every fourth layer; return its bytes. Nothing else is under way, and all ranks begin
         anew then."""
         self._flush()
-        copied_bytes, queues = 0, self.queues
-        sampled = self.streamed[::SAMPLED]
+        copied_bytes, sampled = 0, self.streamed[::SAMPLED]
         parts = (self._part(index, number) for index in sampled for number in range(len(self.layers[index].chunks)))
-        with nullcontext() if queues is None else queues.copying():
+        with self.queues.copying():
             for number, part in enumerate(parts):
-                if self._buffers:
-                    target = self._buffers[number % self._depth]
-                    target[: part.numel()].copy_(part, non_blocking=True)
-                else:
-                    part.clone()
+                self._buffers[number % self._depth][: part.numel()].copy_(part, non_blocking=True)
                 copied_bytes += part.numel()
-        if queues is not None:
-            queues.finish()
+        self.queues.finish()
         return copied_bytes
 
     def abandon(self) -> None:
@@ -216,8 +201,7 @@ class GatherRing(PrefetchRing):
 
     def drop_fetches(self) -> None:
         """Wait for the device; no fetch was issued ahead."""
-        if self.queues is not None:
-            self.queues.finish()
+        self.queues.finish()
 
     def close(self) -> None:
         super().close()
@@ -225,8 +209,9 @@ class GatherRing(PrefetchRing):
 
     @property
     def _ahead(self) -> int:
-        """Number of chunks that are copied before their pass begins."""
-        return 0 if self.queues is None or 0 in self._resident else min(self._depth, len(self.layers[0].chunks))
+        """Number of chunks that are copied before their pass begins. A CPU would wait for the other ranks' gathers."""
+        waits = isinstance(self.queues, HostQueues)
+        return 0 if waits or 0 in self._resident else min(self._depth, len(self.layers[0].chunks))
 
     def _chunk_numbers(self) -> Iterator[tuple[int, int]]:
         """Yield the layer and the number of each chunk of a pass."""
@@ -271,11 +256,10 @@ class GatherRing(PrefetchRing):
         """Enlarge the buffers of this rank, with their content."""
         if size <= self.buffer_bytes:
             return
-        if self.queues is not None:
-            self.queues.finish()
-            for number, buffer in enumerate(self._buffers):
-                self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self._buffers[number][: buffer.numel()] = buffer
+        self.queues.finish()
+        for number, buffer in enumerate(self._buffers):
+            self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._buffers[number][: buffer.numel()] = buffer
         self.buffer_bytes = size
 
     def _target(self, transfer: Transfer, buffer: int) -> Tensor:
@@ -284,7 +268,7 @@ class GatherRing(PrefetchRing):
         return self._buffers[buffer][self._ranks.rank * part_bytes(transfer.chunk.size, self._ranks.size) :]
 
     def _complete(self, transfer: Transfer, buffer: int) -> None:
-        if transfer.chunk is None or self.queues is None:
+        if transfer.chunk is None:
             super()._complete(transfer, buffer)
             return
         copied = self.queues.event()
@@ -296,7 +280,7 @@ class GatherRing(PrefetchRing):
         """Issue the gathers whose turn has come. These are of copies that were issued, and of layers that stay as far
         as there are buffers."""
         staging = self._staging
-        while self._to_gather and self.queues is not None:
+        while self._to_gather:
             index, number = self._to_gather[0]
             parts = self._rank_parts.get(index)
             if staging.full if parts is not None else not self._copied:
@@ -326,21 +310,18 @@ class GatherRing(PrefetchRing):
             super()._unpack(index)
             return
         for chunk in self.layers[index].chunks:
-            self._unpack_chunk(index, chunk, self._receive_staged(index))
+            self._unpack_chunk(index, chunk, self._receive_staged())
             self._free_staged()
 
     def _receive(self, index: int, chunk: Chunk | None) -> Tensor:
         content = super()._receive(index, chunk)
-        if chunk is None:
-            return content
-        self._to_receive.popleft()
-        return content if self.queues is not None else self._gathered(index, chunk, content)
+        if chunk is not None:
+            self._to_receive.popleft()
+        return content
 
-    def _receive_staged(self, index: int) -> Tensor:
+    def _receive_staged(self) -> Tensor:
         """Return the next chunk of a layer that stays."""
-        number = self._to_receive.popleft()[1]
-        if self.queues is None:
-            return self._gathered(index, self.layers[index].chunks[number], self._rank_parts[index][number])
+        self._to_receive.popleft()
         staging = self._staging
         self._gather_on()
         buffer = staging.taken % len(staging.buffers)
@@ -350,41 +331,26 @@ class GatherRing(PrefetchRing):
 
     def _free_staged(self) -> None:
         """Free the staging buffer received first, as `_free_oldest` does."""
-        if self.queues is None:
-            return
         staging = self._staging
         staging.free[staging.returned % len(staging.buffers)].record()  # rule 2
         staging.returned += 1
         self._gather_on()
         self._fill()
 
-    def _gathered(self, index: int, chunk: Chunk, content: Tensor) -> Tensor:
-        """Gather a chunk without queues; `content` is this rank's part."""
-        part = torch.zeros(part_bytes(chunk.size, self._ranks.size), dtype=torch.uint8)
-        part[: content.numel()] = content
-        whole, begin = torch.empty(self._whole_bytes(chunk), dtype=torch.uint8), mark(False)
-        self._ranks.gather(whole, part)
-        self.note(("gather", index, begin, mark(False), None))
-        return whole
-
     def _drain(self) -> None:
         """Take part in a pass's remaining gathers, and free its buffers."""
-        if self.queues is not None:
-            while self._returned < self._taken:
-                self._free_oldest()
-            while self._staging.returned < self._staging.taken:
-                self._free_staged()
-            if len(self._in_flight) > self._issued - self._taken and self._in_flight[-1].chunk is None:
-                self._in_flight.pop()  # not issued yet
+        while self._returned < self._taken:
+            self._free_oldest()
+        while self._staging.returned < self._staging.taken:
+            self._free_staged()
+        if len(self._in_flight) > self._issued - self._taken and self._in_flight[-1].chunk is None:
+            self._in_flight.pop()  # not issued yet
         self._pending = (transfer for transfer in self._pending if transfer.chunk is not None)
         while self._to_receive or any(transfer.chunk is None for transfer in self._in_flight):
             if self._to_receive and self._to_receive[0][0] in self._rank_parts:
-                self._receive_staged(self._to_receive[0][0])
+                self._receive_staged()
                 self._free_staged()
                 continue
-            if self.queues is not None:
-                self._fill()
-            elif not self._in_flight:
-                self._in_flight.append(next(self._pending))
+            self._fill()
             self._receive(self._in_flight[0].layer, self._in_flight[0].chunk)
             self._free_oldest()

@@ -1,6 +1,6 @@
-"""Queues of a device, and events: CUDA's streams and events."""
+"""Queues of a device, and events: CUDA's streams and events, or none."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,36 @@ class Queues(Protocol):
     def second_stream(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
     def gathering(self) -> AbstractContextManager[Any]: ...  # makes the queue between GPUs the current one
     def finish(self) -> None: ...  # makes the CPU wait for all of them
+
+
+class HostQueues:
+    """Queues of a CPU, which does all work at once: every point is passed."""
+
+    def event(self) -> Event:
+        return PASSED
+
+    def copying(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    second_stream = gathering = copying
+
+    def finish(self) -> None:
+        pass
+
+
+class _Passed:
+    """Event that is passed."""
+
+    def record(self) -> None:
+        pass
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED = _Passed()
 
 
 class CudaQueues:

@@ -40,7 +40,7 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
 from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
-from zinfer.engine.stream.weights.queues import CudaQueues, Event, Queues
+from zinfer.engine.stream.weights.queues import CudaQueues, Event, HostQueues, Queues
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.record.measurement import Lane
 
@@ -69,16 +69,9 @@ class Fetch(Protocol):
 
 class PrefetchRing:
     """Ring of buffers that streams packed layers to the device, in order. They are those of `source`; `depth` is the
-    number of buffers. Without a GPU there are none, and a chunk is unpacked from where it is; `queues` gives a ring
-    without a GPU buffers all the same (for tests)."""
+    number of buffers, and `queues` are given by tests alone."""
 
-    def __init__(
-        self,
-        source: WeightSource,
-        depth: int,
-        device: torch.device,
-        queues: Queues | None = None,
-    ) -> None:
+    def __init__(self, source: WeightSource, depth: int, device: torch.device, queues: Queues | None = None) -> None:
         if depth < 2:
             raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
         self.layers: list[PackedLayer] = list(source.layers)
@@ -86,7 +79,7 @@ class PrefetchRing:
         self.disk_bytes = 0  # those of them that came from disk
         self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
-        self.queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
+        self.queues: Queues = queues or (CudaQueues(device) if self._cuda else HostQueues())
         size = max(packed.unpacked_bytes for packed in self.layers)
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._attached: list[list[Tensor]] = []  # weights of each layer, in the order of its blocks
@@ -148,15 +141,13 @@ class PrefetchRing:
         if (depth, size) == (self._depth, self.buffer_bytes):
             return
         self._flush()
-        if self.queues is not None:
-            del self._buffers[depth if size == self.buffer_bytes else 0 :]
-            self._depth, self.buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
-            self._buffers += [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(depth - len(self._buffers))
-            ]
-            self._arrived = [self.queues.event() for _ in range(depth)]
-            self._free = [self.queues.event() for _ in range(depth)]
-        self._depth, self.buffer_bytes = depth, size
+        del self._buffers[depth if size == self.buffer_bytes else 0 :]
+        self._depth, self.buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
+        self._buffers += [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(depth - len(self._buffers))
+        ]
+        self._arrived, self._free = ([self.queues.event() for _ in range(depth)] for _ in range(2))
+        self._depth = depth
 
     def keeps(self, layers: Iterable[int], unpacked: Iterable[int]) -> bool:
         """Tell whether `keep` changes nothing."""
@@ -270,19 +261,14 @@ class PrefetchRing:
         self._only = index if index in self.holds else None
         self._unpack(index)
         now.layer, now.calls_done = index, 0
-        if self.queues is not None:
-            now.unpacked = self.queues.event()
-            now.unpacked.record()
+        now.unpacked = self.queues.event()
+        now.unpacked.record()
 
     @contextmanager
     def second_stream(self) -> Iterator[None]:
         """Run calls within the ``with`` block in the second compute queue. Each layer must have been brought, or
         called, outside of it first. The pass ends once the second queue has done its work, too."""
-        now = self._under_way()
-        if self.queues is None:
-            yield
-            return
-        begun = None
+        now, begun = self._under_way(), None
         if not now.second_used:  # inputs come from the first queue
             begun, now.second_used = self.queues.event(), True
             begun.record()
@@ -299,7 +285,7 @@ class PrefetchRing:
 
     def _join(self, now: "_Pass") -> None:
         """Make the compute queue wait for the second one."""
-        if now.second_used and self.queues is not None:
+        if now.second_used:
             done = self.queues.event()
             with self.queues.second_stream():
                 done.record()
@@ -338,8 +324,7 @@ class PrefetchRing:
         """Issue the copies that a layer of `holds` held back."""
         if self._only is not None:
             self._only = None
-            if self.queues is not None:
-                self._fill()
+            self._fill()
 
     def note(self, timed: Timed) -> None:
         """Note work for the timeline, perhaps issued long before its step."""
@@ -366,8 +351,7 @@ class PrefetchRing:
             self._trace.end(lane, index)
 
     def close(self) -> None:
-        if self.queues is not None:
-            self.queues.finish()
+        self.queues.finish()
         self._source.stop()
         self._buffers, self._attached, self._resident, self._unpackers, self._next = [], [], {}, {}, None
         self._pending = iter(())
@@ -403,8 +387,7 @@ class PrefetchRing:
 
     def _flush(self) -> None:
         """Wait for the device and drop all transfers."""
-        if self.queues is not None:
-            self.queues.finish()
+        self.queues.finish()
         self._source.stop()
         self._issued = self._taken = self._returned = 0
         self._in_flight.clear()
@@ -420,8 +403,7 @@ class PrefetchRing:
         streamed = (chunk for index in self.streamed for chunk in self.layers[index].chunks)
         if on_disk := [chunk for chunk in streamed if self._source.on_disk(chunk)]:
             self._source.begin(cycle(on_disk))
-        if self.queues is not None:
-            self._fill()
+        self._fill()
         self._next = fetches  # unless its first chunks fail
 
     def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
@@ -467,7 +449,6 @@ class PrefetchRing:
             self._copy(self._in_flight[-1])
 
     def _copy(self, transfer: Transfer) -> None:
-        assert self.queues is not None
         buffer = self._issued % self._depth
         with self.queues.copying():
             if self._issued >= self._depth:
@@ -488,22 +469,17 @@ class PrefetchRing:
         """Record in the copy queue that a buffer holds its bytes."""
         self._arrived[buffer].record()
         if transfer.chunk is not None and self._source.on_disk(transfer.chunk):
-            assert self.queues is not None
             copied = self.queues.event()
             copied.record()
             self._source.release(copied)
 
     def _receive(self, index: int, chunk: Chunk | None) -> Tensor:
         """Return the next transfer's bytes on the device. It must be `chunk` of layer `index` (None: a fetch)."""
-        if self.queues is not None:
+        self._fill()
+        if self._taken == self._issued and self._in_flight and (late := self._in_flight[0]).chunk is not None:
+            late.source()  # waits for the disk
             self._fill()
-            if self._taken == self._issued and self._in_flight and (late := self._in_flight[0]).chunk is not None:
-                late.source()  # waits for the disk
-                self._fill()
-        elif not self._in_flight:
-            self._in_flight.extend(transfer for transfer in (next(self._pending, None),) if transfer is not None)
-        ready = self._in_flight and (self.queues is None or self._taken < self._issued)
-        following = self._in_flight[0] if ready else None
+        following = self._in_flight[0] if self._taken < self._issued else None
         if following is None or following.layer != index or (following.chunk is None) != (chunk is None):
             other = "nothing" if following is None else f"layer {following.layer}"
             raise RuntimeError(f"decoder layer {index} was called, {other} is next")
@@ -514,17 +490,14 @@ class PrefetchRing:
             self.bytes_copied += chunk.size
             self.disk_bytes += chunk.size if self._source.on_disk(chunk) else 0
         number, self._taken = self._taken % self._depth, self._taken + 1
-        if self.queues is None:
-            return following.source()
         self._arrived[number].wait()  # rule 1
         return self._buffers[number]
 
     def _free_oldest(self) -> None:
         """Free the buffer received first, behind all compute queued so far."""
-        if self.queues is not None:
-            self._free[self._returned % self._depth].record()  # rule 2
-            self._returned += 1
-            self._fill()
+        self._free[self._returned % self._depth].record()  # rule 2
+        self._returned += 1
+        self._fill()
 
     def _begin_call(self, index: int) -> None:
         now = self._under_way()
@@ -552,8 +525,6 @@ class PrefetchRing:
             for chunk in packed.chunks:
                 self._unpack_chunk(index, chunk, self._receive(index, chunk))
                 self._free_oldest()
-                if self.queues is None and self._source.on_disk(chunk):
-                    self._source.release()
         elif packed.coded and index not in self.unpacked:
             with self._span("unpack", index):
                 self._unpackers.get(index, partial(self.unpack_resident, index, packed.chunks_to_unpack))()

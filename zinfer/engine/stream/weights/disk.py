@@ -1,8 +1,8 @@
 """Layers on disk: files of packed layers, of which host memory keeps some and reads the others anew in every pass.
 
 A pump reads the chunks of the layers that are not kept, in the order of the passes, into a ring of page-locked host
-memory. It has many reads in flight and runs ahead of the copies to the device as far as the ring has room: while a pass
-takes layers that host memory keeps, the pump gains time for the next layer from disk.
+memory. It has many reads in flight and runs ahead of the copies to the device as far as the ring has places: while a
+pass takes layers that host memory keeps, the pump gains time for the next layer from disk.
 
 Two rules join it to the copies. A chunk is handed out once it has arrived whole. Its place in the ring is used again
 once the event that `release` gets has passed: the device has read it then.
@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -41,20 +42,17 @@ class _Read:
     """A chunk on its way from disk into the ring."""
 
     chunk: Chunk
-    place: int
-    size: int
+    place: int  # first byte in the ring
     jobs: list[Future[None]]
     left: int  # requests that have not ended
     began: list[float]  # times in s at which requests began, ascending
     done: Future[None] = field(default_factory=Future)
-    free: bool = False  # handed out and given back
-    last: Event | None = None  # point in the copy queue behind the last read of the ring; None: at once
 
 
 class DiskSource(WeightSource):
     """Weights in `files`, read ahead into a ring of host memory. `layers` has their places, `sums` the CRC-32 of the
-    chunks of each. It takes over what is `owned`, and closes it. `ring_bytes` is the size of the ring, at least that of
-    two chunks; `pin` page-locks all host memory. Raises MemoryError where there is too little of it."""
+    chunks of each. It takes over what is `owned`, and closes it. The ring has as many places for chunks as `ring_bytes`
+    hold, at least two; `pin` page-locks all host memory. Raises MemoryError where there is too little of it."""
 
     def __init__(
         self,
@@ -79,13 +77,12 @@ class DiskSource(WeightSource):
         self._checked, self._seen = set[int](), files.identity
         self._kept: dict[int, PinnedArena] = {}  # layer -> its bytes in host memory, from a page's beginning on
         self._views: dict[int, Tensor] = {}  # start of a chunk in host memory -> its bytes
-        largest = max(_room(chunk) for packed in layers for chunk in packed.chunks)
-        self._ring = PinnedArena(max(ring_bytes + -ring_bytes % PAGE, 2 * largest), pin)
+        self._place_bytes = max(_room(chunk) for packed in layers for chunk in packed.chunks)
+        self._ring = PinnedArena(max(2, ring_bytes // self._place_bytes) * self._place_bytes, pin)
         self._bytes = as_bytes(self._ring.memory)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-disk")
         self._changed = threading.Condition()
-        self._reads: deque[_Read] = deque()  # reads that hold a place in the ring
-        self._given = 0  # number of them that are given back
+        self._reads: deque[_Read] = deque()  # reads that were not given back
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._fault: BaseException | None = None
@@ -194,15 +191,19 @@ class DiskSource(WeightSource):
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
         self.stop()
+        self._places = SimpleQueue[
+            tuple[int, Event | None] | None
+        ]()  # free ones, each with its last read; None to stop
+        for place in range(0, self._ring.size, self._place_bytes):
+            self._places.put((place, None))
         self._thread = threading.Thread(target=self._pump, args=(iter(chunks),), name="zinfer-pump", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Read no more, and drop chunks read ahead. The device must have read its chunks."""
         if self._thread is not None:
-            with self._changed:
-                self._stopping = True
-                self._changed.notify_all()
+            self._stopping = True
+            self._places.put(None)
             self._thread.join()
             self._thread = None
         for read in self._reads:
@@ -210,13 +211,13 @@ class DiskSource(WeightSource):
         for read in self._reads:
             read.done.exception()  # checked, too
         self._reads.clear()
-        self._given, self._stopping, self._fault = 0, False, None
+        self._stopping, self._fault = False, None
 
     def ready(self, chunk: Chunk) -> bool:
         """Tell whether `get` returns at once."""
         with self._changed:
-            arrived = len(self._reads) > self._given and self._reads[self._given].done.done()
-            return arrived or self._fault is not None or not self.on_disk(chunk)
+            arrived = self._reads and self._reads[0].done.done()
+            return bool(arrived) or self._fault is not None or not self.on_disk(chunk)
 
     def get(self, chunk: Chunk) -> Tensor:
         """Wait for the next chunk, and return its bytes, uint8. They are valid until `release`. Raises OSError, and
@@ -224,10 +225,10 @@ class DiskSource(WeightSource):
         if not self.on_disk(chunk):
             return self._views[chunk.start]
         with self._changed:
-            self._changed.wait_for(lambda: len(self._reads) > self._given or self._fault is not None)
+            self._changed.wait_for(lambda: self._reads or self._fault is not None)
             if self._fault is not None:
                 raise self._fault
-            read = self._reads[self._given]
+            read = self._reads[0]
         if read.chunk.start != chunk.start:
             raise RuntimeError(f"byte {chunk.start:,} is wanted, byte {read.chunk.start:,} comes next from disk")
         read.done.result()
@@ -236,10 +237,7 @@ class DiskSource(WeightSource):
     def release(self, last: Event | None = None) -> None:
         """Give the latest chunk back once `last` of a queue is passed."""
         with self._changed:
-            read = self._reads[self._given]
-            read.last, read.free = last, True
-            self._given += 1
-            self._changed.notify_all()
+            self._places.put((self._reads.popleft().place, last))
 
     def _content(self, read: _Read) -> Tensor:
         start = read.place + read.chunk.start % PAGE
@@ -249,13 +247,15 @@ class DiskSource(WeightSource):
         """Read `chunks` into the ring, in a thread of its own."""
         try:
             for chunk in chunks:
-                begin, end = aligned(chunk.start, chunk.end)
-                offset = self._wait_for_room(end - begin)
-                if offset is None:
+                if (free := self._places.get()) is None or self._stopping:
                     return
+                place, last = free
+                if last is not None:
+                    last.synchronize()
+                begin, end = aligned(chunk.start, chunk.end)
                 began: list[float] = []
-                jobs = self._submit(self._bytes[offset : offset + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, offset, end - begin, jobs, len(jobs), began)
+                jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)
+                read = _Read(chunk, place, jobs, len(jobs), began)
                 with self._changed:
                     self._reads.append(read)
                     self._changed.notify_all()
@@ -285,36 +285,6 @@ class DiskSource(WeightSource):
             read.done.set_exception(faults[0])
         else:
             read.done.set_result(None)
-
-    def _wait_for_room(self, size: int) -> int | None:
-        """Return a place in the ring once there is room; None to stop."""
-        while True:
-            with self._changed:
-                while self._reads and self._reads[0].free and self._reads[0].last is None:
-                    self._reads.popleft()
-                    self._given -= 1
-                offset = self._free_offset(size)
-                if offset is None and not self._stopping:
-                    self._changed.wait_for(lambda: self._stopping or self._reads[0].free)
-                if self._stopping or offset is not None:
-                    return None if self._stopping else offset
-                oldest = self._reads[0]
-                event = oldest.last
-            if event is not None:
-                event.synchronize()
-                oldest.last = None
-
-    def _free_offset(self, size: int) -> int | None:
-        """Return a place behind the latest read; None without room."""
-        if not self._reads:
-            return 0
-        first, latest = self._reads[0].place, self._reads[-1]
-        head = latest.place + latest.size
-        if latest.place < first:
-            return head if head + size <= first else None
-        if head + size <= self._ring.size:
-            return head
-        return 0 if size <= first else None
 
     def close(self) -> None:
         """Free the memory, close the files and what is owned. Safe to call twice."""

@@ -8,7 +8,7 @@ lie there alone.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from zinfer.engine.stream.weights import disk, packed
 from zinfer.engine.stream.weights.chunk import LayerMemory, PackedLayer
 from zinfer.engine.stream.weights.disk import DiskSource
 from zinfer.engine.stream.weights.gather import GatherRing, parts_of_rank
-from zinfer.engine.stream.weights.pack import copy_into, pack_layers, pack_one_by_one, unpacked_bytes
+from zinfer.engine.stream.weights.pack import Packing, copy_into
 from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, padding
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource, WeightSource
@@ -68,14 +68,14 @@ class Loader:
         group: "Group | None" = None,
     ) -> None:
         self._plan, self._device, self._progress, self._group = plan, device, progress, group
-        self._state, self._experts = state, experts
-        self._pin, self._lossless = device.type == "cuda", plan.placement.codec == "lossless"
+        self._state, self._pin, lossless = state, device.type == "cuda", plan.placement.codec == "lossless"
+        self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus)
         self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
         self._resident: dict[int, Tensor] = {}  # bytes of these layers, on the device
         self._resident_bytes = 0  # of all ranks together
         self._folder: Path | None = None  # of packed layers that serve
         spec, case = plan.model, plan.case
-        if case.load_format != "dummy" and self._lossless and not experts:  # packed layers hold their experts
+        if case.load_format != "dummy" and lossless and not experts:  # packed layers hold their experts
             revision = revision_of(spec, case.load_format)
             self._folder = packed.find(spec, revision, options.packed, case.allow_nan, progress)
 
@@ -107,9 +107,9 @@ class Loader:
     ) -> tuple[PinnedArena, list[PackedLayer], dict[int, PackedExperts]]:
         """Load streamed layers into an arena, resident ones onto the device."""
         count, group = len(self._state.layers), self._group
-        size = sum(self._unpacked_bytes(number) for number in range(count) if number not in self._staying)
+        size = sum(self._packing.unpacked_bytes(number) for number in range(count) if number not in self._staying)
         size += PAGE * count  # what `lock_taken` leaves out between layers
-        for experts in self._experts.values():
+        for experts in self._packing.experts.values():
             size += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
         shared = None if group is None else group.weights  # all ranks lock it later
         arena = PinnedArena(size, self._pin and group is None, self._progress, grow=True, shared=shared)
@@ -122,7 +122,7 @@ class Loader:
         packed_layers: Iterator[tuple[int, PackedLayer, PackedExperts | None, LayerMemory | PinnedArena]]
         if self._folder is None:
             check_free(round(size * self._plan.placement.wire_ratio))
-            packed_layers = pack_layers(memory_of, *self._packing(resident))
+            packed_layers = self._packing.layers(memory_of, resident)
         else:
             packed_layers = packed.read(self._folder, self._state, memory_of, self._progress)
         layers, on_demand = dict[int, PackedLayer](), dict[int, PackedExperts]()
@@ -185,7 +185,7 @@ class Loader:
                 owned.callback(folder.cleanup)
                 paths.append(folder.path / packed.DATA)
             with StripedWriter(paths) as writer:
-                layers, sums = disk.write(writer.write, pack_one_by_one(*self._packing(resident)))
+                layers, sums = disk.write(writer.write, self._packing.one_by_one(resident))
                 writer.flush()
         files = StripedFile(paths)
         owned.callback(files.close)
@@ -195,11 +195,3 @@ class Loader:
         """Load the other weights, where layers come packed from a folder."""
         if self._folder is not None:
             copy_into(resident, self._state.load(self._device, self._progress, layers=False))
-
-    def _packing(self, resident: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Return the arguments of `pack_one_by_one`."""
-        gpus = self._plan.placement.gpus
-        return self._state, self._lossless, self._device, resident, self._progress, self._experts, gpus
-
-    def _unpacked_bytes(self, number: int) -> int:
-        return unpacked_bytes(self._state, number, self._experts)

@@ -6,6 +6,7 @@ identity codec, which copies each tensor to its place as it comes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -93,67 +94,62 @@ def dense_tensors(entries: Mapping[str, Entry], experts: Experts | None) -> list
     return [(name, entry.tensor) for name, entry in entries.items() if name not in on_demand]
 
 
-def pack_layers(
-    memory_of: Callable[[int], AnyMemory],
-    state: ModelState,
-    lossless: bool,
-    device: torch.device,
-    resident: Mapping[str, Tensor] | None,
-    progress: Progress,
-    experts: Mapping[int, Experts] | None = None,
-    gpus: int = 1,
-) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
-    """Load a model, and yield each packed layer once it is whole.
+@dataclass(frozen=True)
+class Packing:
+    """Load of a model whose layers are packed.
 
-    Yields its number, chunks, experts and memory, in any order. `memory_of` names the memory that a layer is packed
-    into. Entries outside the layers are copied to `resident`, by name, or skipped if that is None. `experts` come on
-    demand, by layer; `gpus` copy a layer together.
+    Layers are encoded on `device` if `lossless`. `experts` come on demand, by layer; `gpus` copy a layer together.
     """
-    packers = dict[int, tuple[Codec, AnyMemory]]()
-    missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
-    for index, group in by_layer(state, state.load(device, progress, stored=lossless)):
-        if index is None:
-            if resident is not None:
-                copy_into(resident, group)
-            continue
-        if index not in packers:
-            entries, memory, on_demand = state.of_layer(index), memory_of(index), (experts or {}).get(index)
-            missing[index] = set(entries)
-            codec = Lossless(entries, on_demand, memory, gpus, device) if lossless else None
-            packers[index] = codec or Identity(entries, on_demand, memory, gpus), memory
-        for name, tensor in group:
-            packers[index][0].add(name, tensor)
-            missing[index].discard(name)
-        if not missing[index]:
-            packer, memory = packers.pop(index)
-            layer, packed_experts = packer.finish()
-            del packer  # its tensors, before the caller copies the layer
-            yield index, layer, packed_experts, memory
 
+    state: ModelState
+    lossless: bool
+    device: torch.device
+    progress: Progress
+    experts: Mapping[int, Experts] = field(default_factory=dict)
+    gpus: int = 1
 
-def unpacked_bytes(state: ModelState, number: int, experts: Mapping[int, Experts]) -> int:
-    """Return the bytes of a layer, without `experts`, uncoded."""
-    return lay_out(dense_tensors(state.of_layer(number), experts.get(number)))[1]
+    def unpacked_bytes(self, number: int) -> int:
+        """Return the bytes of a layer, without its experts, uncoded."""
+        return lay_out(dense_tensors(self.state.of_layer(number), self.experts.get(number)))[1]
 
+    def layers(
+        self, memory_of: Callable[[int], AnyMemory], resident: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
+        """Load the model, and yield each packed layer once it is whole.
 
-def pack_one_by_one(
-    state: ModelState,
-    lossless: bool,
-    device: torch.device,
-    resident: Mapping[str, Tensor] | None,
-    progress: Progress,
-    experts: Mapping[int, Experts] | None = None,
-    gpus: int = 1,
-) -> Iterator[tuple[int, PackedLayer, Tensor]]:
-    """Load a model as `pack_layers` does; yield each layer's number, its places from byte 0 on, and its bytes. They are
-    valid until the next layer is requested."""
+        Yields its number, chunks, experts and memory, in any order. `memory_of` names the memory that a layer is packed
+        into. Entries outside the layers are copied to `resident`, by name, or skipped if that is None.
+        """
+        packers = dict[int, tuple[Codec, AnyMemory]]()
+        missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
+        for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):
+            if index is None:
+                if resident is not None:
+                    copy_into(resident, group)
+                continue
+            if index not in packers:
+                entries, memory = self.state.of_layer(index), memory_of(index)
+                missing[index], given = set(entries), (entries, self.experts.get(index), memory, self.gpus)
+                packers[index] = Lossless(*given, self.device) if self.lossless else Identity(*given), memory
+            for name, tensor in group:
+                packers[index][0].add(name, tensor)
+                missing[index].discard(name)
+            if not missing[index]:
+                packer, memory = packers.pop(index)
+                layer, packed_experts = packer.finish()
+                del packer  # its tensors, before the caller copies the layer
+                yield index, layer, packed_experts, memory
 
-    def memory_of(number: int) -> PinnedArena:
-        return PinnedArena(unpacked_bytes(state, number, experts or {}), pin=False, grow=True)
+    def one_by_one(self, resident: Mapping[str, Tensor] | None = None) -> Iterator[tuple[int, PackedLayer, Tensor]]:
+        """Load the model as `layers` does; yield each layer's number, places from byte 0 on, and bytes. These are
+        valid until the next layer is requested."""
 
-    for number, layer, _, arena in pack_layers(memory_of, state, lossless, device, resident, progress, experts, gpus):
-        yield number, layer, arena.memory
-        arena.close()
+        def memory_of(number: int) -> PinnedArena:
+            return PinnedArena(self.unpacked_bytes(number), pin=False, grow=True)
+
+        for number, layer, _, arena in self.layers(memory_of, resident):
+            yield number, layer, arena.memory
+            arena.close()
 
 
 def copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:

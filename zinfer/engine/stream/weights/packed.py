@@ -38,7 +38,7 @@ from zinfer.engine.stream.weights import codec, disk
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
 from zinfer.engine.stream.weights.codec import Layout
 from zinfer.engine.stream.weights.formats import CodesLayout
-from zinfer.engine.stream.weights.pack import AnyMemory, pack_one_by_one, unpacked_bytes
+from zinfer.engine.stream.weights.pack import AnyMemory, Packing
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object, validate
 
@@ -287,7 +287,8 @@ def write(
         )
     sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
     state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
-    size = sum(unpacked_bytes(state, number, {}) for number in range(len(state.layers)))
+    packing = Packing(state, True, device, progress)
+    size = sum(map(packing.unpacked_bytes, range(len(state.layers))))
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     needed = round(size * min(1.0, spec.stored_ratio + 0.01))
@@ -297,7 +298,7 @@ def write(
         )
     (folder / INDEX).unlink(missing_ok=True)
     with atomic.writing(folder / DATA) as stream:
-        layers, checksums = disk.write(stream.write, pack_one_by_one(state, True, device, None, progress))
+        layers, checksums = disk.write(stream.write, packing.one_by_one())
         end = stream.tell()
     ends = [*(layer.start for layer in layers[1:]), end]
     stored = list(map(_StoredLayer.of, layers, checksums, ends))
@@ -411,7 +412,7 @@ def read(
 ) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
     """Read packed layers with many threads, and check them.
 
-    Yields what `zinfer.engine.stream.weights.pack.pack_layers` yields; `memory_of` names the memory that a layer is
+    Yields what `zinfer.engine.stream.weights.pack.Packing.layers` yields; `memory_of` names the memory that a layer is
     read into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged,
     with the number of the layer, and MemoryError, before anything is read, where memory is too small.
     """

@@ -92,7 +92,7 @@ class HostStates:
         if self.attended:  # an earlier layer's keys
             query, *rest = to_host_async(*sent)
         else:
-            keys, values, query, *rest = to_host_async(*self._parts[0].encode(key, value), *sent)
+            keys, values, query, *rest = to_host_async(*self._parts[0].narrowed().encode(key, value), *sent)
             self._store(keys, values)
         if self._biases is not None:
             biases = self._biases(tuple(keys.shape[2] for keys, _ in self._blocks), shared if tokens > 1 else 1)
@@ -113,7 +113,7 @@ class HostStates:
             for part, count in zip(self._parts, self._counts, strict=True):
                 rows = slice(first, first + count)
                 first = rows.stop
-                self._blocks.append(part.append(keys[rows], values[rows]))
+                self._blocks.append(part.narrowed().append(keys[rows], values[rows]))
 
 
 def attend_all(

@@ -228,24 +228,14 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen: tuple[Tensor, Tensor] = self._narrowed().update(key_states, value_states)
+        seen: tuple[Tensor, Tensor] = self.narrowed().update(key_states, value_states)
         return seen
 
-    def _narrowed(self) -> Any:
+    def narrowed(self) -> Any:
         """Return the layer of the whole batch, narrowed to the rows."""
         if self._whole.rows != self._rows or self._whole.length != self._length:
             self._whole.window(self._rows, self._length)
         return self._whole
-
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of host rows as they are stored."""
-        encoded: tuple[Tensor, Tensor] = self._narrowed().encode(keys, values)
-        return encoded
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append encoded keys and values of host rows; return all that they see."""
-        seen: tuple[Tensor, Tensor] = self._narrowed().append(keys, values)
-        return seen
 
     def hand_back(self) -> None:
         """Free what `update` returned."""

@@ -65,44 +65,6 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.usefixtures("compiler")
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    heads=st.integers(1, 3),
-    tokens=st.integers(1, 3),
-    width=st.sampled_from([1, 33, 128]),
-    dtype=st.sampled_from((*DTYPES, torch.uint8)),
-    turned=st.booleans(),
-)
-def test_new_tokens_of_several_blocks_are_stored_at_once(
-    rows: list[int], heads: int, tokens: int, width: int, dtype: torch.dtype, turned: bool
-) -> None:
-    """Each block appends its own rows of the new states. With `turned`, not in order."""
-    new = (100 * noise(sum(rows), heads, tokens, width, dtype=torch.float32)).abs().to(dtype)
-    states = new.transpose(2, 3).contiguous().transpose(2, 3) if turned else new
-    memories, copies, first = [], [], 0
-    for count in rows:
-        memories.append(torch.full((count + 1, heads, tokens + 5, width), 7, dtype=dtype))
-        copies.append((memories[-1][:count, :, 3 : 3 + tokens], states[first : first + count]))
-        first += count
-    cpu_kernel.store(copies)
-    first = 0
-    for memory, count in zip(memories, rows, strict=True):
-        expected = torch.full_like(memory, 7)
-        expected[:count, :, 3 : 3 + tokens] = new[first : first + count]
-        assert torch.equal(memory, expected)
-        first += count
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_new_tokens_are_stored_without_a_compiler() -> None:
-    memories, new = [torch.zeros(2, 3, 5, 8) for _ in range(2)], noise(4, 3, 1, 8, dtype=torch.float32)
-    cpu_kernel.store([(memory[:, :, 4:], new[2 * at : 2 * at + 2]) for at, memory in enumerate(memories)])
-    assert torch.equal(torch.cat(memories)[:, :, 4:], new)
-    assert not torch.cat(memories)[:, :, :4].any()
-
-
 def blocks_of(
     lengths: tuple[int, ...], heads: int, width: int, columns: int, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:

@@ -5,43 +5,20 @@ than launching what the device computes for other passes. So the pass hands its 
 `zinfer.engine.stream.passes.interleave` goes on with the other passes, and comes back to it.
 
 What the device sends to host memory (`to_host_async`) is not there yet when attention is called. Work that reads it is
-deferred (`defer`, `defer_store`), and the thread does that first. Code that reads host memory otherwise calls `flush`
-before.
+deferred (`defer`), and the thread does that first. Code that reads host memory otherwise calls `flush` before.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from zinfer.engine.stream.kv.cpu_kernel import store
 from zinfer.engine.transfer import to_host
 
 PAUSED = object()  # what a pass hands to its parent when it pauses
-
-
-class Deferred:
-    """Work that a forward pass has put off: functions, then copies to host memory (target, states)."""
-
-    def __init__(self) -> None:
-        self.works: list[Callable[[], object]] = []
-        self.stores: list[tuple[Tensor, Tensor]] = []
-
-    def take(self) -> "Deferred":
-        """Return all that is deferred; nothing is left."""
-        taken = Deferred()
-        taken.works, taken.stores, self.works, self.stores = self.works, self.stores, [], []
-        return taken
-
-    def run(self, threads: int | None = None) -> None:
-        for work in self.works:
-            work()
-        if self.stores:
-            store(self.stores, threads)
 
 
 class PausingPass(greenlet):  # type: ignore[misc]
@@ -49,7 +26,8 @@ class PausingPass(greenlet):  # type: ignore[misc]
 
     def __init__(self, forward: Callable[[], object]) -> None:
         super().__init__()
-        self._forward, self.deferred = forward, Deferred()
+        self._forward = forward
+        self.deferred: list[Callable[[], object]] = []
 
     def run(self) -> None:
         self._forward()
@@ -59,12 +37,6 @@ class PausingPass(greenlet):  # type: ignore[misc]
 @cache
 def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "zinfer-attention")
-
-
-def _deferred() -> Deferred | None:
-    """Return the deferred work of the running pass; None if it does everything at once."""
-    deferred: Deferred | None = getattr(getcurrent(), "deferred", None)
-    return deferred
 
 
 def may_pause() -> bool:
@@ -85,58 +57,36 @@ def to_host_async(*tensors: Tensor) -> list[Tensor]:
 
 def defer(work: Callable[[], object]) -> None:
     """Defer `work` until `run_async` or `flush`; do it now in a pass that may not pause."""
-    deferred = _deferred()
-    if deferred is not None and may_pause():
-        deferred.works.append(work)
+    if may_pause():
+        getcurrent().deferred.append(work)
     else:
         work()
 
 
-def defer_store(target: Tensor, states: Tensor) -> None:
-    """Copy `states` to `target` in host memory, after all deferred work."""
-    deferred = _deferred()
-    if deferred is not None:
-        deferred.stores.append((target, states))
-    else:
-        target.copy_(states)
-
-
-@contextmanager
-def gathered_stores() -> Iterator[None]:
-    """Batch the block's stores into one call, at its end or later."""
-    if may_pause():
-        yield
-        return
-    current = getcurrent()
-    current.deferred = Deferred()
-    try:
-        yield
-        flush()
-    finally:
-        del current.deferred
-
-
 def flush() -> None:
     """Do all deferred work of the running pass now."""
-    deferred = _deferred()
-    if deferred is not None:
-        deferred.take().run()
+    for work in _taken() if may_pause() else ():
+        work()
+
+
+def _taken() -> list[Callable[[], object]]:
+    """Return the deferred work; nothing is left."""
+    current = getcurrent()
+    taken, current.deferred = current.deferred, []
+    return taken
 
 
 def run_async(work: Callable[[], Tensor]) -> Tensor:
     """Return the result of `work`, after all deferred work; other passes go on meanwhile, if this one may pause."""
     if not may_pause():
-        flush()
         return work()
-    deferred, threads, inference = (
-        getcurrent().deferred.take(),
-        torch.get_num_threads(),
-        torch.is_inference_mode_enabled(),
-    )
+    deferred, threads, inference = _taken(), torch.get_num_threads(), torch.is_inference_mode_enabled()
 
     def run() -> Tensor:
+        torch.set_num_threads(threads)  # teams of two sizes in turn end and start threads each time
         with torch.inference_mode(inference):
-            deferred.run(threads)
+            for each in deferred:
+                each()
             return work()
 
     done = _thread().submit(run)

@@ -8,8 +8,8 @@
    int8 rows are followed, in memory, by their scale, a float32.
 
    `attend` computes all of attention for rows of several micro-batches at once, without their scores ever leaving a
-   core's cache; a core takes a head of a row, or where these are few, a part of its tokens. `store` copies the keys and
-   values of new tokens to where `attend` reads them. Queries and results are float32 and contiguous. */
+   core's cache; a core takes a head of a row, or where these are few, a part of its tokens. Queries and results are
+   float32 and contiguous. */
 
 #include <stdint.h>
 #include <string.h>
@@ -393,26 +393,6 @@ static void join(const float *sums, const softmax *states, float *out, int64_t a
 static int64_t grain(int64_t tasks, int threads, int64_t most) {
     int64_t fair = tasks / (16 * threads);
     return fair < 1 ? 1 : fair < most ? fair : most;
-}
-
-/* New tokens of a micro-batch: `size` bytes for each head of each row. Strides, of rows and of heads, are in bytes. */
-typedef struct {
-    char *to;
-    const char *from;
-    int64_t rows, heads, size, of_to[2], of_from[2];
-} copy;
-
-void store(const copy *copies, int64_t all, int threads) {
-    int64_t share = grain(all, threads, 64);
-    _Pragma("omp parallel for schedule(dynamic, share) num_threads(threads)")
-    for (int64_t b = 0; b < all; b++) {
-        const copy *own = copies;
-        int64_t place = b;
-        for (; place >= own->rows * own->heads; own++) place -= own->rows * own->heads;
-        int64_t row = place / own->heads, head = place % own->heads;
-        memcpy(own->to + row * own->of_to[0] + head * own->of_to[1],
-               own->from + row * own->of_from[0] + head * own->of_from[1], own->size);
-    }
 }
 
 #define EXPORT(kind)                                                                                                  \

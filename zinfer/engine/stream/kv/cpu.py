@@ -18,7 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from zinfer.engine.cache import SlotAllocation, WindowIndex
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.host_work import defer_store, flush, gathered_stores, run_async, to_host_async
+from zinfer.engine.stream.host_work import defer, flush, run_async, to_host_async
 from zinfer.engine.stream.kv.cpu_kernel import (
     MAX_ROWS,
     attend,
@@ -109,11 +109,10 @@ class HostStates:
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         first, self._new = 0, None
-        with gathered_stores():
-            for part, count in zip(self._parts, self._counts, strict=True):
-                rows = slice(first, first + count)
-                first = rows.stop
-                self._blocks.append(part.narrowed().append(keys[rows], values[rows]))
+        for part, count in zip(self._parts, self._counts, strict=True):
+            rows = slice(first, first + count)
+            first = rows.stop
+            self._blocks.append(part.narrowed().append(keys[rows], values[rows]))
 
 
 def attend_all(
@@ -297,7 +296,7 @@ def _stored(step: SlotAllocation, memory: Tensor, states: Tensor) -> Tensor:
     """Return all states that the new ones see; these are stored once they have arrived."""
     if step.moved:
         return step.store(memory, states)
-    defer_store(memory[..., step.new, :], states)
+    defer(partial(memory[..., step.new, :].copy_, states))
     return step.seen(memory)
 
 

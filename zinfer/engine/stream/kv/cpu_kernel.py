@@ -3,8 +3,7 @@
 `attend.c` is compiled for this processor at its first use and kept in the user's cache folder. Without a C compiler,
 torch computes the same at a fraction of the rate.
 
-`attend` computes the attention of rows of several micro-batches at once. `store` copies new keys and values of all of
-them to where they are read.
+`attend` computes the attention of rows of several micro-batches at once.
 
 Keys and values may be int8 if `quantize_rows` made them: each row has a scale of its own, in the four bytes behind it.
 """
@@ -93,51 +92,6 @@ def attend(
 def sinks_of(sinks: Tensor, heads: int, count: int) -> Tensor:
     """Return the sink of each query, float32 ``[heads, count]``; `attend` has their shape."""
     return sinks.float().view(heads, -1).repeat_interleave(count * heads // len(sinks), 1)
-
-
-class _Copy(ctypes.Structure):
-    """New tokens of one micro-batch: `copy` in attend.c."""
-
-    _fields_: ClassVar = [
-        ("to", ctypes.c_void_p), ("from_", ctypes.c_void_p), ("rows", ctypes.c_int64), ("heads", ctypes.c_int64),
-        ("size", ctypes.c_int64), ("of_to", ctypes.c_int64 * 2), ("of_from", ctypes.c_int64 * 2),
-    ]  # fmt: skip
-
-
-def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
-    """Copy each pair's second tensor to its first, all at once. Both are ``[b, heads, n, D]`` in host memory, with b
-    and n of their own; `threads` do it, by default torch's count."""
-    plain = [(target, states) for target, states in copies if _copies(target, states)]
-    plain = plain if len(plain) > 1 and library() is not None else []
-    done = {id(target) for target, _ in plain}
-    for target, states in copies:
-        if id(target) not in done:
-            target.copy_(states)
-    if not plain:
-        return
-    table, count = (_Copy * len(plain))(), 0
-    for made, (target, states) in zip(table, plain, strict=True):
-        rows, heads, tokens, width = target.shape
-        size = target.itemsize
-        made.to, made.from_, made.rows, made.heads = target.data_ptr(), states.data_ptr(), rows, heads
-        made.size = tokens * width * size
-        for strides, tensor in ((made.of_to, target), (made.of_from, states)):
-            strides[:] = tensor.stride(0) * size, tensor.stride(1) * size
-        count += rows * heads
-    library().store(table, ctypes.c_int64(count), ctypes.c_int(threads or torch.get_num_threads()))
-
-
-def _copies(target: Tensor, states: Tensor) -> bool:
-    """Tell whether the compiled code can copy `states` to `target`: the tokens of a head lie side by side in both."""
-    return (
-        target.dim() == 4
-        and target.shape == states.shape
-        and target.dtype == states.dtype
-        and all(
-            tensor.stride(3) == 1 and (tensor.shape[2] == 1 or tensor.stride(2) == tensor.shape[3])
-            for tensor in (target, states)
-        )
-    )
 
 
 def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:

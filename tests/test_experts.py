@@ -249,13 +249,13 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
     poisoned(loaded)
     pool, waited = loaded._pool, list[int]()
     assert pool is not None
-    read = pool._choice.read
+    read = pool._read
 
-    def wait(chosen: Tensor, count: int) -> list[int]:
+    def wait(chosen: Tensor) -> list[int]:
         waited.append(chosen.numel())
-        return read(chosen, count)
+        return read(chosen)
 
-    monkeypatch.setattr(pool._choice, "read", wait)
+    monkeypatch.setattr(pool, "_read", wait)
     steps(loaded)  # makes the buffers
     with torch.inference_mode():
         pool.begin(False)

@@ -31,7 +31,7 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
-from zinfer.engine.stream.weights.queues import Event, Queues
+from zinfer.engine.stream.weights.queues import Event
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
 
@@ -161,7 +161,7 @@ class ExpertPool:
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = self._queues.event()
-        self._choice = _Choice(self._queues)
+        self._chosen, self._on_host = self._queues.event(), torch.empty((0, 1), dtype=torch.int64)
         self._attached: list[nn.Module] = []  # modules of experts
         self.staging = self.cached = 0  # buffers of coming and of resident experts
         # All experts in the order of the layers; a pass that brings all keeps as many of each layer.
@@ -262,7 +262,7 @@ class ExpertPool:
         numbers: Iterable[int] = self._numbers(layer)
         if not self.scanning:
             with self._ring.untimed(layer):
-                numbers = sorted(set(self._choice.read(chosen, len(self._numbers(layer)))))
+                numbers = sorted(set(self._read(chosen)).intersection(numbers))
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
@@ -287,6 +287,18 @@ class ExpertPool:
         self._attached = []
         self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _read(self, chosen: Tensor) -> list[int]:
+        """Wait for the router's choice, and return its numbers."""
+        if self._on_host.numel() < chosen.numel() or self._on_host.dtype != chosen.dtype:
+            with torch.inference_mode(False):
+                self._on_host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
+        host = self._on_host[: chosen.numel()]
+        host.copy_(chosen.flatten(), non_blocking=True)
+        self._chosen.record()
+        self._chosen.synchronize()
+        numbers: list[int] = host.tolist()
+        return numbers
 
     def _buffer(self, number: int) -> Tensor:
         return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
@@ -410,22 +422,3 @@ class ExpertPool:
 
     def _count(self, **more: int) -> None:
         self.counts = self.counts._replace(**{name: getattr(self.counts, name) + add for name, add in more.items()})
-
-
-class _Choice:
-    """Copy of a router's choice on the host."""
-
-    def __init__(self, queues: Queues) -> None:
-        self._copied = queues.event()
-        self._memory = torch.empty((0, 1), dtype=torch.int64)
-
-    def read(self, chosen: Tensor, count: int) -> list[int]:
-        """Wait for the chosen numbers, and return those below `count`."""
-        if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
-            with torch.inference_mode(False):
-                self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
-        host = self._memory[: chosen.numel()]
-        host.copy_(chosen.flatten(), non_blocking=True)
-        self._copied.record()
-        self._copied.synchronize()
-        return [number for number in host.tolist() if 0 <= number < count]

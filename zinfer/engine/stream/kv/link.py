@@ -29,7 +29,15 @@ class PartFetch:
         return self.store.part_bytes(self.part)
 
     def transfer(self, layer: int) -> Transfer | None:
-        return self.store.transfer(layer, self.part, self.length)
+        stored = self.store.stored_part(layer, self.part)
+        if stored is None:
+            return None
+        return Transfer(
+            layer,
+            source=lambda: stored.held(self.length).view(-1),
+            ready=lambda: stored.length >= self.length,
+            before=stored.wait,
+        )
 
     def following(self) -> "PartFetch":
         return replace(self, length=self.length + self.count)
@@ -49,12 +57,8 @@ class StoredPart:
         """Return the positions seen after `length` tokens, as ``[n, bytes a position]``."""
         return self.memory[self.slots.held(length)]
 
-    def transfer(self, layer: int, length: int) -> Transfer:
-        return Transfer(
-            layer, source=lambda: self.held(length).view(-1), ready=lambda: self.length >= length, before=self._wait
-        )
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Have the current queue wait for the last copy."""
         if self.written is not None:
             self.written.wait()
 
@@ -98,10 +102,9 @@ class LinkStore(HostStore):
         """Return the bytes of the largest layer of a full part."""
         return max((stored.memory.nbytes for (_, row), stored in self._parts.items() if row == part.start), default=0)
 
-    def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
-        """Return the copy of a layer's keys and values of `length` tokens; None if the layer stores none."""
-        stored = self._parts.get((layer, part.start))
-        return None if stored is None else stored.transfer(layer, length)
+    def stored_part(self, layer: int, part: slice) -> StoredPart | None:
+        """Return a part in a layer; None if the layer stores none."""
+        return self._parts.get((layer, part.start))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> list[Tensor]:
         self._copier.finish()

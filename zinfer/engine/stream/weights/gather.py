@@ -122,30 +122,27 @@ class GatherRing(PrefetchRing):
         """Keep this rank's part of `layers` from now on. None is kept `unpacked`."""
         if self.keeps(layers, ()):
             return
-        wanted = self._only_resident.union(layers)
-        self._flush()
         depth = self.depth
-        for index in set(self._resident) - wanted:
-            del self._resident[index], self._rank_parts[index]
-        for index in sorted(wanted - self._resident.keys()):
-            parts = [self._part(index, number) for number in range(len(self.layers[index].chunks))]
-            self._divide(index, torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device))
-            for source, target in zip(parts, self._rank_parts[index], strict=True):
-                target.copy_(source)
+        super().keep(layers)
+        self._rank_parts = {index: parts for index, parts in self._rank_parts.items() if index in self._resident}
         self.resize(depth)
+
+    def _copy_of(self, index: int) -> Tensor:
+        """Return this rank's bytes of a layer, copied to the device."""
+        parts = [self._part(index, number) for number in range(len(self.layers[index].chunks))]
+        content = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device)
+        self._rank_parts[index] = list(content.split(list(map(len, parts))))
+        for source, target in zip(parts, self._rank_parts[index], strict=True):
+            target.copy_(source)
+        return content
 
     def keep_only(self, index: int, content: Tensor) -> None:
         """Keep a layer of which `content` is this rank's part."""
         super().keep_only(index, content)
-        self._divide(index, content)
-        self.resize(self.depth)
-
-    def _divide(self, index: int, content: Tensor) -> None:
-        """Split this rank's bytes of a resident layer into its chunks."""
         ranks = self._ranks
         ranges = (_range_of_rank(chunk, ranks.rank, ranks.size) for chunk in self.layers[index].chunks)
-        sizes = [end - begin for begin, end in ranges]
-        self._resident[index], self._rank_parts[index] = content, list(content.split(sizes))
+        self._rank_parts[index] = list(content.split([end - begin for begin, end in ranges]))
+        self.resize(self.depth)
 
     def start(self) -> None:
         """Begin to fill the buffers for the next pass, on all ranks."""

@@ -64,10 +64,7 @@ def attend_with_bias(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, position_bias: Tensor, scale: float
 ) -> Tensor:
     """Return attention with a mask and a bias of keys. It is ``[B, heads, n, D]``, the mask ``[B, 1, n, m]``, the bias
-    ``[B, heads, 1, m]``.
-
-    Scores of all heads never exist at once, nor do their biases.
-    """
+    ``[B, heads, 1, m]``. Scores of all heads never exist at once, nor do their biases."""
     if mask is None:
         return scaled_dot_product_attention(query, key, value, position_bias, scale=scale)
     length = key.shape[2]

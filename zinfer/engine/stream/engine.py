@@ -239,8 +239,7 @@ class Stream(SharedPasses):
 
     def _holds_two_layers(self) -> bool:
         """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
-        goes on meanwhile.
-        """
+        goes on meanwhile."""
         load = self.expected
         if load is None or self.given is not None or self._source is None or self._source.file_bytes:
             return False

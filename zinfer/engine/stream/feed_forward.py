@@ -19,10 +19,8 @@ def split_by_tokens(layers: Iterable[nn.Module], tokens: int) -> int:
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
-    """Tell whether a module is a dense feed-forward network.
-
-    It maps one tensor to a wider space and back, and has nothing else but activations.
-    """
+    """Tell whether a module is a dense feed-forward network. It maps one tensor to a wider space and back, and has
+    nothing else but activations."""
     children = list(module.children())
     linear = [child for child in children if isinstance(child, nn.Linear)]
     others = [child for child in children if not isinstance(child, nn.Linear)]

@@ -87,8 +87,7 @@ class Recorder(Protocol):
 
     def record(self, run: Run) -> Run:
         """Record `run`; return a function that replays it. The function works on the same memory, and returns the same
-        tensor.
-        """
+        tensor."""
 
     def timed(self, run: Run) -> tuple[Tensor, float]:
         """Return the result of `run`, and its seconds on the device."""
@@ -188,8 +187,7 @@ def recorder_of(device: torch.device) -> Recorder | str:
 
 class ConstantsOnDevice(TorchFunctionMode):
     """Mode in which a model's constants are filled on the device. That is ``torch.tensor(number, device=..)``.
-    Otherwise it copies the number from host memory, which cannot be recorded.
-    """
+    Otherwise it copies the number from host memory, which cannot be recorded."""
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -416,8 +414,7 @@ class Graphs:
 
     def reuse_memory(self, batch: DecoderBatch) -> None:
         """Reuse a retired micro-batch's memory and graphs for an equal shape. All such memory is freed if there is
-        none.
-        """
+        none."""
         for number, memory in enumerate(self._spare):
             if memory.offer(batch):
                 self._memories[id(batch)] = batch, self._spare.pop(number)
@@ -425,12 +422,10 @@ class Graphs:
         self._free()
 
     def forward(self, parts: Sequence[Part], run: Callable[[bool], Tensor], by_layer: bool = False) -> Tensor:
-        """Compute a decode pass of whole micro-batches; return its logits ``[rows, keep, V]``.
-
-        They must be copied before the next pass. `cannot` finds nothing against the parts, which have as many tokens a
-        row. With `by_layer` each layer has a graph. `run` computes the pass without a graph of all of it; it gets
-        whether the layers are replayed, so that none attends.
-        """
+        """Compute a decode pass of whole micro-batches; return its logits ``[rows, keep, V]``. They must be copied
+        before the next pass. `cannot` finds nothing against the parts, which have as many tokens a row. With `by_layer`
+        each layer has a graph. `run` computes the pass without a graph of all of it; it gets whether the layers are
+        replayed, so that none attends."""
         graph_set, ends = self._begin(parts)
         shape = _shape(parts)
         graph = graph_set.graphs.pop((shape, ends), None)
@@ -554,10 +549,8 @@ class Graphs:
     def _both_ways(
         self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part], ends: tuple[int, ...], eager: Run
     ) -> tuple[Tensor, str | None]:
-        """Compute a pass eagerly, then by its graph; return the logits of the former, and the fault, if any.
-
-        The graph is recorded if need be.
-        """
+        """Compute a pass eagerly, then by its graph; return the logits of the former, and the fault, if any. The graph
+        is recorded if need be."""
         assert self._recorder is not None
         with _observed(self._layers) as states:
             logits, without_s = self._recorder.timed(eager)
@@ -594,10 +587,8 @@ class Graphs:
         return logits, fault
 
     def _drop_faulty(self, graph_set: GraphSet, shape: Shape, fault: str, for_good: bool) -> None:
-        """Drop the graphs of a shape of steps. They are recorded once more, without own kernels, or given up.
-
-        That is for these sizes of micro-batches, or `for_good` for all: for steps of several tokens if this is one.
-        """
+        """Drop the graphs of a shape of steps. They are recorded once more, without own kernels, or given up. That is
+        for these sizes of micro-batches, or `for_good` for all: for steps of several tokens if this is one."""
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
         transient, off = fault in (NO_ROOM, SLOWER), f"off: {fault}"
         if self._custom and not transient:
@@ -736,8 +727,7 @@ def alike(actual: Tensor, expected: Tensor) -> bool:
 
 def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the median row's relative difference of numbers ``[rows, ..]``. It is relative to their norm: where
-    experts are chosen, rounding alone may lead a row elsewhere.
-    """
+    experts are chosen, rounding alone may lead a row elsewhere."""
     expected = expected.double().flatten(1)
     error = (actual.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     return float(error.median())

@@ -38,12 +38,10 @@ class LayerGraph:
 
 
 class LayerGraphs:
-    """Graphs of all `layers` for a decode step of one shape.
-
-    `record` makes a graph of a function, and `cache` is the cache of static shape in place of the step's. `alike` tells
-    whether two results differ by rounding alone; at most `may_differ` layers of a pass need not be alike. `restart` has
-    a layer's weights come anew, as before its call: what the call unpacks itself is part of its graph.
-    """
+    """Graphs of all `layers` for a decode step of one shape. `record` makes a graph of a function, and `cache` is the
+    cache of static shape in place of the step's. `alike` tells whether two results differ by rounding alone; at most
+    `may_differ` layers of a pass need not be alike. `restart` has a layer's weights come anew, as before its call: what
+    the call unpacks itself is part of its graph."""
 
     status: ClassVar[str] = BY_LAYER
     checks: ClassVar[int] = 2  # the second time shows arguments that grow with the tokens
@@ -67,10 +65,8 @@ class LayerGraphs:
         self.fault: str | None = None
 
     def check(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run a forward pass whose layers are computed both ways.
-
-        They are recorded if need be. The results are those without graphs; `fault` is set if those with them differ.
-        """
+        """Run a forward pass whose layers are computed both ways. They are recorded if need be. The results are those
+        without graphs; `fault` is set if those with them differ."""
         self._checks, self._different = True, 0
         try:
             return self.forward(run)

@@ -153,11 +153,9 @@ class SharedPasses(Decoder[StreamBatch]):
         return [results[number] for number in range(len(passes))]
 
     def _recordable(self, parts: Sequence[Part[StreamBatch]], alone: bool) -> bool | None:
-        """Tell whether each layer of a decode step has its own graph.
-
-        Otherwise all of the step has one. None if it cannot be recorded. A step whose weights cross the link must be
-        `alone` in its pass of them. See `zinfer.engine.stream.graphs`.
-        """
+        """Tell whether each layer of a decode step has its own graph. Otherwise all of the step has one. None if it
+        cannot be recorded. A step whose weights cross the link must be `alone` in its pass of them. See
+        `zinfer.engine.stream.graphs`."""
         count, ring = parts[0].token_ids.shape[1], self._ring
         if not self._graphs.wanted or count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1):
             return None
@@ -269,10 +267,8 @@ class SharedPasses(Decoder[StreamBatch]):
         raise EngineError(f"the CPU cannot attend for {name}: {why_not}; take kv_offload=none or kv_attention=gpu")
 
     def _joined(self, parts: Sequence[Part[StreamBatch]], replayed: bool = False) -> Tensor:
-        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``.
-
-        If its layers are `replayed`, they do not attend to the caches.
-        """
+        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``. If its
+        layers are `replayed`, they do not attend to the caches."""
         for part in parts:
             part.batch.show(part.rows)
         caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
@@ -301,14 +297,12 @@ def interleave(
     fetches: Sequence[Fetch] = (),
     on_cpu: int = 0,
 ) -> list[Tensor]:
-    """Run several forward passes in one pass of the weights.
-
-    `enter` gets the number of a forward pass and of the layer that it is about to compute. `fetches` are the transfers
-    besides weights, in the order in which the forward passes borrow them. An exception of one forward pass ends all.
+    """Run several forward passes in one pass of the weights. `enter` gets the number of a forward pass and of the layer
+    that it is about to compute. `fetches` are the transfers besides weights, in the order in which the forward passes
+    borrow them. An exception of one forward pass ends all.
 
     The CPU attends to rows of the last `on_cpu` of `passes`, not all of them. They begin each layer, in the ring's
-    second queue, and may pause in it (`zinfer.engine.stream.host_work`) while the others are launched.
-    """
+    second queue, and may pause in it (`zinfer.engine.stream.host_work`) while the others are launched."""
     outputs: dict[int, Tensor] = {}
     first = len(passes) - on_cpu
 

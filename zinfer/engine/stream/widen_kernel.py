@@ -21,8 +21,7 @@ WARPS = 4
 def widen(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return int8 `numbers` times float32 `scales` in `dtype`, contiguous. They are ``[rows, heads, n, D]`` and
     ``[rows, heads, n, 1]``. The D numbers of a head must lie side by side; rows, heads and positions may have others
-    between.
-    """
+    between."""
     rows, heads, positions, size = numbers.shape
     out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
     columns = triton.next_power_of_2(size)

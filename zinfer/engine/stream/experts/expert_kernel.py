@@ -59,10 +59,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Gate:
-    """Product of two halves of a row: ``gate * sigmoid(alpha * gate) * (up + offset)``, both clamped to `limit`.
-
-    The halves follow each other, or are `interleaved`. That of SwiGLU is the default.
-    """
+    """Product of two halves of a row: ``gate * sigmoid(alpha * gate) * (up + offset)``, both clamped to `limit`. The
+    halves follow each other, or are `interleaved`. That of SwiGLU is the default."""
 
     interleaved: bool = False
     alpha: float = 1.0
@@ -173,10 +171,8 @@ def combine(
 
 
 def activate(partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, gate: Gate, out: Tensor) -> None:
-    """Sum partial products, add the bias, and put gated rows into `out`.
-
-    `partial` is ``[pairs, splits, 2 * I]``, `out` ``[pairs, I]``; `bias` is ``[E, 2 * I]`` with ``E = count``.
-    """
+    """Sum partial products, add the bias, and put gated rows into `out`. `partial` is ``[pairs, splits, 2 * I]``, `out`
+    ``[pairs, I]``; `bias` is ``[E, 2 * I]`` with ``E = count``."""
     pairs, splits, _ = partial.shape
     together = triton.next_power_of_2(splits)
     block = max(16, min(COMBINED, ADDED // together))

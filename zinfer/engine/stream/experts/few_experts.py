@@ -62,10 +62,8 @@ class FewExperts(CheckedKernel):
                 module.config._experts_implementation = NAME
 
     def compute(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of a call; the result is ``[tokens, H]``.
-
-        It gets hidden states ``[tokens, H]``, numbers of the chosen experts and their weights, ``[tokens, k]`` each.
-        """
+        """Compute the experts of a call; the result is ``[tokens, H]``. It gets hidden states ``[tokens, H]``, numbers
+        of the chosen experts and their weights, ``[tokens, k]`` each."""
         chosen = self._implementation(module)
         if self.status != "on" or kwargs or not _serves(module, *args):
             return chosen(module, *args, **kwargs)

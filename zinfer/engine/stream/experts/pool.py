@@ -66,10 +66,8 @@ class ExpertCache:
         self._passes += 1
 
     def insert(self, key: Key, capacity: int, counts: bool = True) -> Key | None:
-        """Insert `key`, which was used; return the evicted key (`key` itself if rejected), or None.
-
-        Unless this use `counts`, it evicts no other expert.
-        """
+        """Insert `key`, which was used; return the evicted key (`key` itself if rejected), or None. Unless this use
+        `counts`, it evicts no other expert."""
         if counts:
             self._use(key)
         if key in self:
@@ -129,15 +127,13 @@ class ExpertCounts(NamedTuple):
 
 
 class ExpertPool:
-    """Buffers that experts arrive in, and their layer buffer.
-
-    They come from `source`, whose `experts` are the packed experts of each layer, by number. A buffer is
-    free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that stays. At
-    most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
-    ones come. The rules of `zinfer.engine.stream.weights.ring` hold here, too: a part of a buffer is read behind its
-    event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is
-    issued only once that has been recorded, since only then it is free.
-    """
+    """Buffers that experts arrive in, and their layer buffer. They come from `source`, whose `experts` are the packed
+    experts of each layer, by number. A buffer is free, or holds an expert that is coming (asked for, or ahead of
+    compute, and not used yet), or one that stays. At most `staging` are coming. An expert crosses the link in parts, so
+    that the first ones are unpacked while the last ones come. The rules of `zinfer.engine.stream.weights.ring` hold
+    here, too: a part of a buffer is read behind its event `arrived`; a buffer is written behind its event `freed`,
+    recorded behind its last read; and a copy into it is issued only once that has been recorded, since only then it is
+    free."""
 
     def __init__(self, source: MemorySource, device: torch.device, ring: PrefetchRing) -> None:
         self.layers = layers = source.experts
@@ -176,10 +172,8 @@ class ExpertPool:
         self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
     def stays(self, tokens: int) -> bool:
-        """Tell whether passes of `tokens` tokens need nothing of the host.
-
-        All experts stay then, and the device alone learns which are chosen.
-        """
+        """Tell whether passes of `tokens` tokens need nothing of the host. All experts stay then, and the device alone
+        learns which are chosen."""
         return tokens == 1 and self._places.keys() == self.layers.keys() and None not in self._places.values()
 
     def per_step(self, name: str) -> float:

@@ -55,12 +55,10 @@ def unknown(options: dict[str, Any], *known: str) -> set[str]:
 
 
 class HostStates:
-    """New keys and values of one layer's host rows. They are those of one or several micro-batches.
-
-    `counts` are their numbers of rows. `biases` returns what all rows add to their scores, from the positions stored of
-    each micro-batch and the number of queries that share a head; without it the model's own mask counts. `new` are the
-    keys and values, if not those that the attention function gets.
-    """
+    """New keys and values of one layer's host rows. They are those of one or several micro-batches. `counts` are their
+    numbers of rows. `biases` returns what all rows add to their scores, from the positions stored of each micro-batch
+    and the number of queries that share a head; without it the model's own mask counts. `new` are the keys and values,
+    if not those that the attention function gets."""
 
     def __init__(
         self,
@@ -171,8 +169,7 @@ def _attend_apart(
 
 def _on_host(added: Tensor) -> Tensor:
     """Return a mask or bias on the CPU, in float32. It is the lowest number where a mask is False. Layers share what a
-    model made once, and never changes.
-    """
+    model made once, and never changes."""
     copy: Tensor | None = getattr(added, "zinfer_on_host", None)
     if copy is None:
         (copy,) = to_host(added)
@@ -184,8 +181,7 @@ def _on_host(added: Tensor) -> Tensor:
 
 def _grouped(bias: Tensor, shared: int, tokens: int) -> Tensor:
     """Return a bias for queries whose heads stand where tokens do. It is ``[b, 1 or heads, n, m]``; `shared` heads
-    share keys.
-    """
+    share keys."""
     if shared == 1 or bias.shape[1:3] == (1, 1):
         return bias
     if bias.shape[1] == 1:

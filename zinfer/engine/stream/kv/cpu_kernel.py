@@ -121,8 +121,7 @@ def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool
 
 def quantize_rows(states: Tensor) -> Tensor:
     """Quantise the rows of `states` (``[.., D]``, any float) to 8 bits: symmetric, rounded to nearest. Returns uint8
-    ``[.., D + 4]``, each row with its scale; `attend` reads `int8_of` it.
-    """
+    ``[.., D + 4]``, each row with its scale; `attend` reads `int8_of` it."""
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     return join_scales((states.float() / scale).round_().to(torch.int8), scale)
 

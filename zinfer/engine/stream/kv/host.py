@@ -22,11 +22,8 @@ from zinfer.system.host import attending_cpus
 
 
 class HostKV:
-    """Keys and values of all micro-batches' host rows.
-
-    They are `shared` if later layers of the model attend to the same ones. The CPU attends where the weights are all on
-    the device, not `streamed`.
-    """
+    """Keys and values of all micro-batches' host rows. They are `shared` if later layers of the model attend to the
+    same ones. The CPU attends where the weights are all on the device, not `streamed`."""
 
     def __init__(
         self,
@@ -80,10 +77,8 @@ class HostKV:
         placement: Placement,
         load: Workload,
     ) -> HostStore:
-        """Move the last rows of `cache`, those of `parts`, to host memory.
-
-        They have room for `capacity` tokens each, `load` counts all rows. Raises MemoryError.
-        """
+        """Move the last rows of `cache`, those of `parts`, to host memory. They have room for `capacity` tokens each,
+        `load` counts all rows. Raises MemoryError."""
         memory = HostMemory(self._reserve(placement, load))
         windows = {index: layer.slots.window for index, layer in cache.attention.items() if layer.slots.window}
         host: HostStore

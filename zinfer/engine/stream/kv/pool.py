@@ -15,8 +15,7 @@ IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as muc
 
 class HostCopier:
     """Device-to-host copier with a CUDA stream of its own, in order; without a GPU they are done at once. All batches
-    share one copier, so that no copy of an earlier batch arrives in memory that is used anew.
-    """
+    share one copier, so that no copy of an earlier batch arrives in memory that is used anew."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -158,8 +157,7 @@ class HostMemory:
 
     def allocate(self, layer: int, size: int) -> Tensor:
         """Return a layer's uint8 ``[size]``. Its content stays if it was large enough before. Raises MemoryError as
-        `PinnedArena` does.
-        """
+        `PinnedArena` does."""
         block = self._blocks.get(layer)
         if block is None or block.size < size:
             if block is not None:

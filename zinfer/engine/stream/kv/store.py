@@ -22,11 +22,9 @@ from zinfer.engine.stream.weights.ring import Fetch
 
 
 class HostStore(ABC):
-    """Keys and values of a batch's `rows` in host memory.
-
-    There is room for `capacity` tokens a sequence. Layers may differ in their heads and widths, and keys from values.
-    `windows` has the sliding windows, in tokens, by layer number.
-    """
+    """Keys and values of a batch's `rows` in host memory. There is room for `capacity` tokens a sequence. Layers may
+    differ in their heads and widths, and keys from values. `windows` has the sliding windows, in tokens, by layer
+    number."""
 
     attends_on: str  # gpu, cpu, or "cpu, torch" without a C compiler
     on_cpu: bool  # True if the CPU attends
@@ -59,8 +57,7 @@ class HostStore(ABC):
     @abstractmethod
     def append(self, layer: int, rows: slice, states: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
         """Append encoded keys and values, of positions `start` on. Returns all that these positions see, where they are
-        attended to; of a prompt's first positions those given.
-        """
+        attended to; of a prompt's first positions those given."""
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
         """Store the first positions of `rows`, as `FixedLayer.stored` returns them."""
@@ -70,8 +67,7 @@ class HostStore(ABC):
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> list[Tensor]:
         """Return keys and values of `rows`, as `FixedLayer.stored` does. They may be on the host or the device. They
-        are those that the next token after `length` ones sees.
-        """
+        are those that the next token after `length` ones sees."""
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -80,8 +76,7 @@ class HostStore(ABC):
     @abstractmethod
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
         """Keep only `rows` (rising) of this store. They become rows `first`, `first` + 1, .. Memory stays reserved
-        until the last row is gone.
-        """
+        until the last row is gone."""
 
     def states(self, part: "PartLayer", keys: Tensor, values: Tensor) -> "States | None":
         """Return what attends for new keys and values of `part`. It appends them first."""

@@ -141,14 +141,12 @@ def pack(
     gpus: int = 1,
     mostly: bool = False,
 ) -> PackedLayer:
-    """Append a layer's parameters to `memory`, encoded where that shrinks them.
-
-    They may be on any device. `coded` are quantised parameters: a tensor of their shape and type (on the meta device,
-    perhaps), and the matrices whose rows, one after the other, they consist of; of these only FP8 codes are encoded.
-    Encoded tensors come first in the layer buffer; the others lie together and cross the link together. Matrices too
-    small to be encoded alone are encoded as one. `gpus` copy the layer together. Of a layer that is `mostly` quantised
-    the rest is not encoded: that would save a per cent of its bytes, and cost each pass the decoding where it stays.
-    """
+    """Append a layer's parameters to `memory`, encoded where that shrinks them. They may be on any device. `coded` are
+    quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices whose rows,
+    one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in the layer
+    buffer; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
+    one. `gpus` copy the layer together. Of a layer that is `mostly` quantised the rest is not encoded: that would save
+    a per cent of its bytes, and cost each pass the decoding where it stays."""
     coded = coded or {}
     large = {name: tensor for name, tensor in tensors.items() if not mostly and codec.worth_coding(tensor)}
     others = {name: tensor for name, tensor in tensors.items() if name not in large}

@@ -93,10 +93,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Encoded tensor of `shape`: `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device).
-
-    `data` is a view of a buffer as large as the tensor: copy it to its final place and drop it.
-    """
+    """Encoded tensor of `shape`: `data` (uint8 ``[layout.size]``, contiguous, on the tensor's device). `data` is a view
+    of a buffer as large as the tensor: copy it to its final place and drop it."""
 
     data: Tensor
     shape: torch.Size
@@ -161,13 +159,11 @@ def encode(tensor: Tensor) -> Encoded | None:
 
 
 def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Decode `data` (uint8) into `out` (bf16 or e4m3, ``layout.numel`` values).
-
-    For bf16 on a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and
-    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.weights.expand`); here a GPU
-    decodes e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored
-    data is checked where it is read (`zinfer.engine.stream.weights.packed`).
-    """
+    """Decode `data` (uint8) into `out` (bf16 or e4m3, ``layout.numel`` values). For bf16 on a GPU this is one launch on
+    the current stream, and a copy if there is a tail; it allocates nothing and does not wait. The kernel for e4m3 also
+    multiplies with scales (`zinfer.engine.stream.weights.expand`); here a GPU decodes e4m3 as a CPU does. Data and
+    `out` are contiguous and begin at multiples of 16 bytes; the layout of stored data is checked where it is read
+    (`zinfer.engine.stream.weights.packed`)."""
     values = out.view(-1)
     if out.is_cuda and layout.bits == 16:
         from zinfer.engine.stream.weights.decode import launch
@@ -188,12 +184,10 @@ def chunk_places(chunks: Sequence[tuple[Layout, int, int]]) -> list[list[int]] |
 
 
 def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor, out: Tensor) -> None:
-    """Decode the chunks of chosen experts, on the device.
-
-    `chosen` (int ``[n]``) numbers them; their values go to `out` (uint8). `places` are those of `chunk_places`, int64
-    ``[experts, chunks, 8]``, in `data` and `out`, all multiples of 16 bytes; a chunk has at most `max_blocks` blocks. A
-    GPU needs one launch and waits for nothing; the host never sees the choice.
-    """
+    """Decode the chunks of chosen experts, on the device. `chosen` (int ``[n]``) numbers them; their values go to `out`
+    (uint8). `places` are those of `chunk_places`, int64 ``[experts, chunks, 8]``, in `data` and `out`, all multiples of
+    16 bytes; a chunk has at most `max_blocks` blocks. A GPU needs one launch and waits for nothing; the host never sees
+    the choice."""
     if out.is_cuda:
         from zinfer.engine.stream.weights.decode import launch_chosen
 

@@ -140,12 +140,10 @@ def escapes(words, part, record, row, column, level_2, level_3, level_4, rest, t
 
 @triton.jit
 def exponents(codes, table, source, position, last):
-    """Return the exponents of rows of codes (uint32 ``[ROWS]``).
-
-    The exponents of escapes are bytes at `source` (a pointer to words; the last but one is number `last`), the first
-    one at `position`. Returns two uint32 ``[ROWS, 4]``, with the exponents of the first two and of the last two of
-    every four values in the low bytes of half-words, and the position after the last escape.
-    """
+    """Return the exponents of rows of codes (uint32 ``[ROWS]``). The exponents of escapes are bytes at `source` (a
+    pointer to words; the last but one is number `last`), the first one at `position`. Returns two uint32 ``[ROWS, 4]``,
+    with the exponents of the first two and of the last two of every four values in the low bytes of half-words, and the
+    position after the last escape."""
     # Number of escapes in every four values, in nibbles; then in all fours before.
     flags = codes & codes >> 1 & 0x55555555
     counts = flags + (flags >> 16)

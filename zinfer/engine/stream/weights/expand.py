@@ -64,12 +64,10 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
 def launch_coded(
     codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = TILE
 ) -> None:
-    """Decode e4m3 `codes`, coded as `layout` describes, into `out` ``[rows, columns]``.
-
-    Their numbers are uint8 ``[layout.size]``; `out` is bf16 or fp16, from a multiple of 16 bytes on. This is one launch
-    on the current stream, and another one if there is a tail, with `block` values in a program. Checks nothing:
-    `zinfer.engine.stream.weights.formats.unpack` does.
-    """
+    """Decode e4m3 `codes`, coded as `layout` describes, into `out` ``[rows, columns]``. Their numbers are uint8
+    ``[layout.size]``; `out` is bf16 or fp16, from a multiple of 16 bytes on. This is one launch on the current stream,
+    and another one if there is a tail, with `block` values in a program. Checks nothing:
+    `zinfer.engine.stream.weights.formats.unpack` does."""
     columns, rest = codes.columns, layout.numel % codec.BLOCK
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
     scales = codes.scales, codes.scales if scale_table is None else scale_table
@@ -287,10 +285,8 @@ def _bits(value, INNER: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
-    """Return float32 values in another type, rounded to nearest even; NaN stays NaN.
-
-    bf16 is rounded by its bits, since Triton's interpreter truncates them.
-    """
+    """Return float32 values in another type, rounded to nearest even; NaN stays NaN. bf16 is rounded by its bits, since
+    Triton's interpreter truncates them."""
     if tl.bfloat16 == TYPE:
         bits = value.to(tl.uint32, bitcast=True)
         bits = tl.where(value == value, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)

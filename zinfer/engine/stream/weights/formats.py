@@ -168,10 +168,8 @@ def encode_chunks(
 
 
 def unpack(data: Tensor, layout: CodesLayout, out: Tensor) -> None:
-    """Unpack `data` (uint8) into `out` (`layout.dtype`, contiguous, `layout.numel` values).
-
-    A GPU does so on the current stream. Coded data and `out` begin at multiples of 16 bytes.
-    """
+    """Unpack `data` (uint8) into `out` (`layout.dtype`, contiguous, `layout.numel` values). A GPU does so on the
+    current stream. Coded data and `out` begin at multiples of 16 bytes."""
     coded = layout.coded
     codes, rows = layout.views(data), out.view(layout.rows, layout.columns)
     if out.is_cuda:

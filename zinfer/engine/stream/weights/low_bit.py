@@ -57,13 +57,10 @@ Aligned = tuple[Tensor, Tensor, Tensor]  # what `align` returns
 
 @dataclass(frozen=True)
 class Form:
-    """Quantised matrix, or stack of them, in the form of humming-kernels.
-
-    It is ``[N, K]``, or ``[E, N, K]``. `weight` is int32 ``[.., N, K * bits / 32]``, lowest bits first; `scales` are
-    ``[.., N, K / group]``; `zeros`, of integers alone, are int32 ``[.., N * bits / 32, K / group]``. `kind` is a type
-    of humming-kernels; integers without zeros count from the middle of their range. Each matrix is multiplied by one of
-    `factors`.
-    """
+    """Quantised matrix, or stack of them, in the form of humming-kernels. It is ``[N, K]``, or ``[E, N, K]``. `weight`
+    is int32 ``[.., N, K * bits / 32]``, lowest bits first; `scales` are ``[.., N, K / group]``; `zeros`, of integers
+    alone, are int32 ``[.., N * bits / 32, K / group]``. `kind` is a type of humming-kernels; integers without zeros
+    count from the middle of their range. Each matrix is multiplied by one of `factors`."""
 
     kind: str
     group: int  # columns that share a scale
@@ -84,12 +81,9 @@ class Form:
 
 
 def form_of(parts: Sequence[Codes], shape: Sequence[int], dtype: torch.dtype) -> Form | None:
-    """Return the form of a matrix whose rows are those of `parts`.
-
-    It has the shape `shape`. Where rows of a stack are inputs, ``[E, K, N]``, as rows that share scales tell, the
-    result is ``[E, N, K]``. None if the kernels cannot read it: columns in an order of their own, odd sizes, or a type
-    that they do not know.
-    """
+    """Return the form of a matrix whose rows are those of `parts`. It has the shape `shape`. Where rows of a stack are
+    inputs, ``[E, K, N]``, as rows that share scales tell, the result is ``[E, N, K]``. None if the kernels cannot read
+    it: columns in an order of their own, odd sizes, or a type that they do not know."""
     first = parts[0]
     others = {"numbers": None, "scales": None, "zeros": None, "divisor": 1.0, "factor": 1.0}
     alike = {(repr(replace(part, **others)), part.zeros is None) for part in parts}  # type: ignore[arg-type]
@@ -181,11 +175,8 @@ class _Kernels:
         self._tunings: dict[int, tuple[int, str]] = {}
 
     def tuning(self, count: int) -> tuple[int, str]:
-        """Return rows of a block, and a product's division among programs.
-
-        It is that of products with `count` rows of results. No programs add to the same results: they would do so in
-        any order, in 16 bits.
-        """
+        """Return rows of a block, and a product's division among programs. It is that of products with `count` rows of
+        results. No programs add to the same results: they would do so in any order, in 16 bits."""
         band = next((band for band in BANDS if count <= band), BANDS[-1])
         if band not in self._tunings:
             from humming.tune import get_heuristics_config
@@ -256,12 +247,9 @@ class Matrix:
         return partial.view(tokens, self.splits, self.rows).sum(1)
 
     def multiply_pairs(self, states: Tensor, experts: Tensor, aligned: dict[int, Aligned]) -> Tensor:
-        """Return partial products of each pair of token and expert.
-
-        They are ``[pairs, splits, N]``, to be added along `splits`. `states` are ``[tokens, K]``, or ``[pairs, K]``,
-        `experts` int64 ``[tokens, k]``; `aligned` keeps what `align` returned for them, by rows of a block. Rows of
-        pairs whose expert is not below `E` have no meaning.
-        """
+        """Return partial products of each pair of token and expert. They are ``[pairs, splits, N]``, to be added along
+        `splits`. `states` are ``[tokens, K]``, or ``[pairs, K]``, `experts` int64 ``[tokens, k]``; `aligned` keeps what
+        `align` returned for them, by rows of a block. Rows of pairs whose expert is not below `E` have no meaning."""
         pairs = experts.numel()
         if self.parts is None or len(states) != pairs or not self._few(pairs):
             block = self.whole.tuning(pairs)[0]
@@ -289,10 +277,8 @@ class Matrix:
         return made
 
     def unpack(self, out: Tensor) -> None:
-        """Unpack the matrix into `out`, exactly.
-
-        That is ``[.., N, K]``, or ``[.., K, N]`` if the matrix is `transposed`.
-        """
+        """Unpack the matrix into `out`, exactly. That is ``[.., N, K]``, or ``[.., K, N]`` if the matrix is
+        `transposed`."""
         identity = torch.eye(self.columns, dtype=out.dtype, device=out.device)
         for expert in range(max(1, self.experts)):
             target = out[expert] if self.experts else out
@@ -384,10 +370,7 @@ def prepare(form: Form, dtype: torch.dtype) -> Matrix:
 
 
 def _splits(form: Form) -> int:
-    """Return the parts of columns with which a token fills the GPU.
-
-    It is 1 if they cannot be split.
-    """
+    """Return the parts of columns with which a token fills the GPU. It is 1 if they cannot be split."""
     tiles = -(-form.rows // UNIT_ROWS) * (2 if form.experts else 1)
     unit = UNIT_COLUMNS * form.group // gcd(UNIT_COLUMNS, form.group)
     if tiles >= MIN_TILES or form.group == form.columns or form.columns % unit:

@@ -96,10 +96,8 @@ def dense_tensors(entries: Mapping[str, Entry], experts: Experts | None) -> list
 
 @dataclass(frozen=True)
 class Packing:
-    """Load of a model whose layers are packed.
-
-    Layers are encoded on `device` if `lossless`. `experts` come on demand, by layer; `gpus` copy a layer together.
-    """
+    """Load of a model whose layers are packed. Layers are encoded on `device` if `lossless`. `experts` come on demand,
+    by layer; `gpus` copy a layer together."""
 
     state: ModelState
     lossless: bool
@@ -115,11 +113,9 @@ class Packing:
     def layers(
         self, memory_of: Callable[[int], AnyMemory], resident: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
-        """Load the model, and yield each packed layer once it is whole.
-
-        Yields its number, chunks, experts and memory, in any order. `memory_of` names the memory that a layer is packed
-        into. Entries outside the layers are copied to `resident`, by name, or skipped if that is None.
-        """
+        """Load the model, and yield each packed layer once it is whole. Yields its number, chunks, experts and memory,
+        in any order. `memory_of` names the memory that a layer is packed into. Entries outside the layers are copied to
+        `resident`, by name, or skipped if that is None."""
         packers = dict[int, tuple[Codec, AnyMemory]]()
         missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
         for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):

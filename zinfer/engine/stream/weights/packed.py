@@ -327,11 +327,8 @@ def find(
     spec: ModelSpec, revision: str, where: str, allow_nan: bool = False, progress: Progress = silent
 ) -> Path | None:
     """Return the folder of `spec`'s packed layers: `where`, or with ``auto`` the one under `PACKED`, None if it does
-    not exist.
-
-    Raises EngineError for a folder that holds other weights, or was packed with NaN unless `allow_nan`, and for a given
-    path without finished packed layers.
-    """
+    not exist. Raises EngineError for a folder that holds other weights, or was packed with NaN unless `allow_nan`, and
+    for a given path without finished packed layers."""
     folder = PACKED / folder_name(spec, revision) if where == "auto" else Path(where)
     if not os.path.lexists(folder / INDEX):
         if where == "auto":
@@ -410,12 +407,10 @@ def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], li
 def read(
     folder: Path, state: ModelState, memory_of: Callable[[int], AnyMemory], progress: Progress = silent
 ) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
-    """Read packed layers with many threads, and check them.
-
-    Yields what `zinfer.engine.stream.weights.pack.Packing.layers` yields; `memory_of` names the memory that a layer is
-    read into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged,
-    with the number of the layer, and MemoryError, before anything is read, where memory is too small.
-    """
+    """Read packed layers with many threads, and check them. Yields what
+    `zinfer.engine.stream.weights.pack.Packing.layers` yields; `memory_of` names the memory that a layer is read into.
+    Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged, with the
+    number of the layer, and MemoryError, before anything is read, where memory is too small."""
     content, path = _belonging(folder, state)
     memories = [memory_of(number) for number in range(len(content.layers))]
     in_host_memory = (isinstance(memory, PinnedArena) for memory in memories)

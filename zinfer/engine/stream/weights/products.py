@@ -49,11 +49,9 @@ _VALUELESS = frozenset(
 
 
 class LazyWeight(nn.Parameter):
-    """Weight whose values `fill` puts in place before anything reads them.
-
-    `product` gets the states and the bias of a product with it instead, and returns the product, or None if the values
-    are needed all the same. `matrix` returns what kernels multiply with, if its layer stays.
-    """
+    """Weight whose values `fill` puts in place before anything reads them. `product` gets the states and the bias of a
+    product with it instead, and returns the product, or None if the values are needed all the same. `matrix` returns
+    what kernels multiply with, if its layer stays."""
 
     fill: Callable[[], None]
     product: Product
@@ -99,11 +97,9 @@ def _fill(values: Sequence[Any]) -> None:
 
 
 class CheckedKernel:
-    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind.
-
-    `status` is ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the
-    results are compared with.
-    """
+    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind. `status` is
+    ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the results are
+    compared with."""
 
     def __init__(self, status: str | None, reference: str) -> None:
         self.status, self._reference = status, reference

@@ -370,10 +370,8 @@ class PrefetchRing:
             tensor.data = view
 
     def _views(self, index: int) -> dict[str, Tensor]:
-        """Return where a layer's weights are while it computes.
-
-        They are in the layer buffer, but for those that a resident layer holds as they are.
-        """
+        """Return where a layer's weights are while it computes. They are in the layer buffer, but for those that a
+        resident layer holds as they are."""
         packed, resident = self.layers[index], self._resident_content(index)
         if resident is None:
             return {name: block.view(self.layer_buffer) for name, block in packed.blocks.items()}

@@ -3,11 +3,10 @@
 A decode step of a few rows launches thousands of kernels, each of which takes Python longer than the GPU. Where no
 weight crosses the link, the kernels of a step are recorded once and launched as one from then on (a CUDA graph). A
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
-sees a number of positions that is rounded up (`end_of`); a mask hides positions not computed yet, and new keys and
-values go to the position that a tensor on the device holds (`StaticKV.slot`). When the rounded length is used up, the
-next one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those
-that are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row,
-and each number of them a graph of its own.
+sees a number of positions that is rounded up (`end_of`), a mask hides positions not computed yet, and new keys and
+values go to the position that a tensor on the device holds (`StaticKV.slot`). When the rounded length, or the number of
+tokens a row, is another one, another graph is recorded. A layer with a sliding window is recorded with all slots that
+it has; when they are full, those that are kept move to the front before the step.
 
 Models run unchanged. Models that take their attention function by name run as joined passes do (`attention`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
@@ -523,7 +522,6 @@ class Graphs:
             self.drop(batch)
 
     def _free(self) -> None:
-        """Free the memory of retired micro-batches."""
         spare, self._spare = self._spare, []
         self._discard(spare)
 

@@ -1,10 +1,9 @@
-"""Memory headroom: device memory beyond the plan that no pass needed, for more ring buffers, and for keys and values of
-more rows.
+"""Memory headroom: device memory that no pass needed, for more ring buffers and rows.
 
-A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. Where requests come and go,
-passes show how much that is. PyTorch keeps all memory that it ever needed, so what the device still has free was never
-needed: after some passes it is given away. The ring comes first: where layers stay and the CPU attends, the link
-otherwise stops in each pass (`prefetch_distance`). Then come rows whose keys and values would be in host memory.
+A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. PyTorch keeps all memory
+that it ever needed, so what the device still has free after some passes was never needed: it is given away. The ring
+comes first: where layers stay and the CPU attends, the link otherwise stops in each pass (`prefetch_distance`). Then
+come rows whose keys and values would be in host memory.
 """
 
 from collections.abc import Collection

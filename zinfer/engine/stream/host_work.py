@@ -70,7 +70,6 @@ def flush() -> None:
 
 
 def _taken() -> list[Callable[[], object]]:
-    """Return the deferred work; nothing is left."""
     current = getcurrent()
     taken, current.deferred = current.deferred, []
     return taken

@@ -176,14 +176,12 @@ class SharedPasses(Decoder[StreamBatch]):
         return by_layer
 
     def _record(self, parts: Sequence[Part[StreamBatch]], by_layer: bool) -> Tensor:
-        """Run a forward pass by its graph or its layers'."""
         if not by_layer:
             return self._graphs.forward(parts, partial(self._eager, parts))
         with self._ring_pass():
             return self._graphs.forward(parts, partial(self._joined, parts), by_layer=True)
 
     def _eager(self, parts: Sequence[Part[StreamBatch]], _replayed: bool = False) -> Tensor:
-        """Run one forward pass of `parts` alone."""
         self._begin_pass(parts)
         with self._ring_pass():
             return self._forward_parts(parts)

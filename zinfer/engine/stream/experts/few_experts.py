@@ -1,14 +1,13 @@
 """Routed experts: kernels that read each once, in passes of few tokens, or quantised in passes of any.
 
-`transformers` computes experts by grouped matrix products. Their tiles are made for many rows, and around them rows are
-sorted, counted, moved and moved back, so that a token or two takes twice as long as reading its experts. The kernels
-(`zinfer.engine.stream.experts.expert_kernel`) read each chosen expert once and nothing else. Experts that stay on the
-GPU quantised are multiplied from their codes (`zinfer.engine.stream.weights.low_bit`), whatever the number of tokens.
+`transformers` computes experts by grouped matrix products, made for many rows, so that a token or two takes twice as
+long as reading its experts. The kernels (`zinfer.engine.stream.experts.expert_kernel`) read each chosen expert once and
+nothing else. Experts that stay on the GPU quantised are multiplied from their codes
+(`zinfer.engine.stream.weights.low_bit`), whatever the number of tokens.
 
-The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
-for architectures. A call that the kernels do not serve goes to the implementation that `transformers` chose: one with
-many tokens, with experts on other devices, or with a norm behind each expert. The first call of each kind is computed
-both ways: kernels that do not compile, or give other results, are not used any more, and the record has the reason.
+A call that the kernels do not serve goes to the implementation that `transformers` chose: one with many tokens, with
+experts on other devices, or with a norm behind each expert. The first call of each kind is computed both ways: kernels
+that do not compile, or give other results, are not used any more, and the record has the reason.
 """
 
 from collections.abc import Callable
@@ -71,7 +70,6 @@ class FewExperts(CheckedKernel):
         return chosen(module, *args) if output is None else output
 
     def _implementation(self, module: nn.Module) -> Implementation:
-        """Return the implementation that transformers chose for a module of experts."""
         name = self._chosen[id(module.config)]
         chosen: Implementation = (
             type(module).forward.__wrapped__  # type: ignore[attr-defined]
@@ -136,7 +134,6 @@ def _serves(module: nn.Module, *args: Any) -> bool:
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    """Return the key that the kernels are compiled for."""
     matrices = _matrices(module)
     assert matrices is not None
     (up, _), (down, _) = matrices

@@ -1,17 +1,13 @@
 """Experts on demand: only routed experts that the router chose cross the link.
 
-Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.weights.ring`).
-Each routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen,
-the CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that
-are not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its
-place, and the model's own function computes: it reads the places of the chosen experts and no others.
+All other weights come through the ring (`zinfer.engine.stream.weights.ring`). Each routed expert is a run of bytes of
+its own in host memory, encoded like a layer. When a layer's router has chosen, the CPU reads the choice (a few numbers,
+the only thing that it waits for), and the copy queue brings the experts that are not on the device into the buffers of
+a pool. They are unpacked into a layer buffer, in which each expert has its place, and the model's own function
+computes: it reads the places of the chosen experts and no others (`zinfer.engine.stream.experts.modules`).
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache.
-
-The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
-for architectures: they keep their weights stacked, ``[E, ..]``, get the hidden states, the indices of the chosen
-experts and their weights, and read no expert that is not among the indices.
 """
 
 import inspect
@@ -323,7 +319,6 @@ class ExpertPool:
         return bool(self._free) and len(self._coming) < self.staging
 
     def _copy(self, key: Key) -> None:
-        """Copy an expert into a free buffer."""
         number, packed = self._free.popleft(), self._packed(key)
         self._at[key], self._coming[key] = number, None
         self._count(wire=packed.size, delivered=packed.unpacked_bytes, fetched=1)
@@ -401,7 +396,6 @@ class ExpertPool:
         return table.to(self._device), int(table[..., 2].max())
 
     def _retain(self, key: Key) -> None:
-        """Keep a used expert in its buffer, or free a buffer."""
         self._coming.pop(key, None)
         if self.scanning and key not in self._cache and key not in self._spread:
             evicted: Key | None = key

@@ -240,11 +240,9 @@ class CpuStore(HostStore):
         self._send(layer, rows, blocks)
 
     def _row_range(self, rows: slice) -> slice:
-        """Return `rows` of the batch as rows of this store."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
     def _send(self, layer: int, rows: slice, states: Sequence[Tensor]) -> None:
-        """Send the first positions of `rows`, encoded."""
         if layer not in self._layers:
             slots = self._slots(layer)
             self._layers[layer] = slots, *self._allocate(layer, slots, states)

@@ -1,4 +1,4 @@
-"""Numbers of a block of the codec (`zinfer.engine.stream.weights.codec`), which its kernels read, too."""
+"""Numbers of a block of coded weights, for codec and kernels."""
 
 BLOCK = 16384  # values in a block; small enough for the tables to follow rows of differing scale
 LEVELS = 4  # the fourth saves 0.2% of the size, a fifth would save 0.04%

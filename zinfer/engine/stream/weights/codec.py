@@ -273,7 +273,6 @@ def _repeat(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _records(counts: Tensor, tables: Tensor) -> Tensor:
-    """Return the records, uint8."""
     starts = pad(counts.t().contiguous().cumsum(1).t(), (0, 0, 1, 0))  # a GPU scans rows in parallel, not columns
     words = (tables.int() << torch.tensor([0, 8, 16], dtype=torch.int32, device=tables.device)).sum(-1)
     return torch.cat([starts, pad(words, (0, 0, 0, 1))], 1).to(torch.int32).view(-1).view(torch.uint8)

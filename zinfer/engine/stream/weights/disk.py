@@ -100,7 +100,6 @@ class DiskSource(WeightSource):
         }
 
     def _count_kept(self) -> None:
-        """Note what host memory keeps."""
         self.host_layers = tuple(sorted(self._kept))
         self.host_bytes = sum(self.layers[index].size for index in self._kept)
         self.pinned_bytes = sum(arena.size for arena in (self._ring, *self._kept.values()) if arena.pinned)
@@ -324,7 +323,6 @@ def _room(chunk: Chunk) -> int:
 
 
 def _cancel(jobs: Sequence[Future[None]]) -> None:
-    """Cancel reads, and wait for those under way."""
     for job in jobs:
         job.cancel()
     for job in jobs:

@@ -1,9 +1,8 @@
 """Ring of several GPUs of a host: each copies its part of every chunk over its own link, and they gather the rest.
 
 Every GPU (a rank) has a ring of its own, with buffers for whole chunks. Of each chunk a rank copies an equal part into
-that part's place in the buffer, and a gather between the ranks completes the buffer: in a queue of its own, ahead of
-compute like the copies, so that the pass hides it. So each byte crosses one link, once. All else is as in the ring of
-one GPU, whatever the format of the weights: the layer is unpacked and computed from whole buffers.
+that part's place in the buffer, and a gather between the ranks completes the buffer, in a queue of its own, ahead of
+compute like the copies. So each byte crosses one link, once. All else is as in the ring of one GPU.
 
 The gathers of all ranks must be the same ones, in the same order. Hence what a rank does beyond `PrefetchRing`'s:
 
@@ -224,7 +223,6 @@ class GatherRing(PrefetchRing):
         return self._ranks.size * part_bytes(chunk.size, self._ranks.size)
 
     def _part(self, index: int, number: int) -> Tensor:
-        """Return this rank's part of a chunk."""
         if index in self._rank_parts:
             return self._rank_parts[index][number]
         chunk = self.layers[index].chunks[number]

@@ -2,12 +2,11 @@
 
 A folder holds `layers.bin`, all packed layers as they lie in the arena, and `packed.json`, written last, with the place
 of every tensor and a CRC-32 of every chunk. Weights outside the layers are small and still come from the checkpoint.
-`packed.json` names the revision of the weights: packed layers of other weights are never used.
 
-A revision does not see a change in the middle of a tensor. So `packed.json` also has the CRC-32 of every tensor that
-was packed, computed while it was read, and the identity of each file of the checkpoint: size, inode, times of the last
-change of its content and of its state, which no program can set back. While these are the same, so is the content. If
-one differs (the checkpoint was copied, or changed), its tensors are read once and compared; the new identity is kept.
+Packed layers of other weights are never used. `packed.json` names the revision of the weights, which does not see a
+change in the middle of a tensor. So it also has the CRC-32 of every tensor that was packed, and the identity of each
+file of the checkpoint: size, inode, times of the last change of its content and of its state, which no program can set
+back. If one differs, its tensors are read once and compared; the new identity is kept.
 """
 
 import hashlib

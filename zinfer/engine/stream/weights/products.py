@@ -5,11 +5,10 @@ of codes of 4 bits. So `PackedProducts.prepare` brings the codes of layers that 
 them (`zinfer.engine.stream.weights.low_bit`), in place of their chunks.
 
 Such a weight is a `LazyWeight`: a parameter in the layer buffer, as others are, but unpacked when something first reads
-its values. `torch.nn.functional.linear` does not, nor do routed experts (`zinfer.engine.stream.experts.few_experts`).
-All else that torch is given the weight for does: a view, a copy. So no code for modules and architectures is needed,
-and what reads a weight without its module reads the right values.
+its values. `torch.nn.functional.linear` does not, nor do routed experts (`zinfer.engine.stream.experts.few_experts`);
+all else that torch is given the weight for does. So no code for modules and architectures is needed.
 
-Ordinary unpacking serves weights that the kernels cannot read: columns in an order of their own (GPTQ with `desc_act`),
+Weights that the kernels cannot read are unpacked in each pass: columns in an order of their own (GPTQ with `desc_act`),
 codes that are coded losslessly (FP8), and odd sizes. The first matrix of each kind is multiplied both ways: kernels
 that do not compile, or give other results, are not used, and the record has the reason.
 """

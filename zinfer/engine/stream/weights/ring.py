@@ -2,9 +2,8 @@
 
 Two queues of the device take part. The copy queue fills the ring with the chunks of layer 0, 1, .., n-1, 0, 1, .. for
 ever, and with whatever else a layer needs (of a KV cache, say) behind them. The compute queue unpacks the chunks of a
-layer into the layer buffer when the layer's turn comes, which takes a few per cent of the time the link needs for them,
-and computes. The CPU never waits and may run a whole pass ahead. So the link never rests, as long as the ring holds
-what it brings while a layer computes, and the parameters never move: they are views of the layer buffer.
+layer into the layer buffer when the layer's turn comes, and computes. The CPU never waits and may run a whole pass
+ahead. The parameters never move: they are views of the layer buffer.
 
 Three rules keep the two queues apart; `tests/test_ring.py` proves each on queues that record who waited for whom.
 
@@ -15,10 +14,9 @@ Three rules keep the two queues apart; `tests/test_ring.py` proves each on queue
 3. A copy into buffer b is issued only once `free[b]` has been recorded, since waiting for an event that nobody has
    recorded yet is no wait at all.
 
-Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`second_stream`), so
-that what the GPU computes for other calls is not waited for. Two more rules hold for the layer buffer: the second queue
-waits until a layer is unpacked before it reads it, and the next layer is unpacked once the second queue has read this
-one.
+Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`second_stream`). Two
+more rules hold for the layer buffer: the second queue waits until a layer is unpacked before it reads it, and the next
+layer is unpacked once the second queue has read this one.
 
 A *pass* reads each layer once: ``with ring.weight_pass(..):`` around the forward pass, or around several that share the
 weights. A pass that ends in an exception leaves the ring to begin anew with the next one.
@@ -365,7 +363,6 @@ class PrefetchRing:
         return self._pass
 
     def _point(self, index: int) -> None:
-        """Point the weights of an attached layer to where they are now."""
         for tensor, view in zip(self._attached[index], self._views(index).values(), strict=True):
             tensor.data = view
 
@@ -423,7 +420,6 @@ class PrefetchRing:
         return Transfer(index, partial(self._source.get, chunk), chunk, partial(self._source.ready, chunk))
 
     def _copy_of(self, index: int) -> Tensor:
-        """Return a layer's bytes, copied to the device."""
         packed, source = self.layers[index], self._source
         content = torch.empty(packed.size, dtype=torch.uint8, device=self._device)
         if on_disk := [chunk for chunk in packed.chunks if source.on_disk(chunk)]:
@@ -435,7 +431,6 @@ class PrefetchRing:
         return content
 
     def _fill(self) -> None:
-        """Issue copies into all free buffers."""
         while self._issued < self._returned + self._depth:  # rule 3
             if len(self._in_flight) == self._issued - self._taken:
                 following = next(self._pending, None)
@@ -460,7 +455,6 @@ class PrefetchRing:
         self._issued += 1
 
     def _target(self, _transfer: Transfer, buffer: int) -> Tensor:
-        """Return the memory that a transfer is copied to."""
         return self._buffers[buffer]
 
     def _complete(self, transfer: Transfer, buffer: int) -> None:

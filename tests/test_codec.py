@@ -422,7 +422,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
 
     constants: dict[str, Any] = {"ROWS": 32 * kernel.WARPS}
     scaled = constants | {
-        "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "CODED": False, "INNER": tl.bfloat16, "ALIGNED": True,
+        "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "scale_table": None, "INNER": tl.bfloat16, "ALIGNED": True,
     }  # fmt: skip
     types = {"data": "*u8", "out": "*bf16", "scales": "*fp32", "scale_table": "*fp32"}
     types |= {"table": "*i64", "chosen": "*i64"}

@@ -205,7 +205,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
         types = pointers | ({"out": "*bf16"} if matrices == 2 else {})
         compile_for_h100(kernel._multiply, constants, types, num_warps=kernel.WARPS)
     constants = {
-        "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "BIASED": True, "WEIGHTED": True, "PRODUCT": tl.float32,
+        "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "PRODUCT": tl.float32,
         "SPLITS": 16, "BLOCK": kernel.COMBINED,
     }  # fmt: skip
     types = pointers | {"partial": "*fp32", "weights": "*fp32", "out": "*bf16"}

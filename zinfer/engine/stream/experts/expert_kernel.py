@@ -153,15 +153,13 @@ def combine(
     _combine[(pairs // each, triton.cdiv(rows, block))](
         partial,
         experts,
-        partial if bias is None else bias,
-        partial if weights is None else weights,
+        bias,
+        weights,
         out,
         splits,
         EXPERTS=count,
         ROWS=rows,
         EACH=each,
-        BIASED=bias is not None,
-        WEIGHTED=weights is not None,
         PRODUCT=_TYPES[product],
         SPLITS=together,
         BLOCK=block,
@@ -179,7 +177,7 @@ def activate(partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, 
     _activate[(pairs, triton.cdiv(out.shape[1], block))](
         partial,
         experts,
-        partial if bias is None else bias,
+        bias,
         out,
         splits,
         gate.alpha,
@@ -189,7 +187,6 @@ def activate(partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, 
         ROWS=out.shape[1],
         INTERLEAVED=gate.interleaved,
         SILU=gate.alpha == 1,
-        BIASED=bias is not None,
         SPLITS=together,
         BLOCK=block,
         num_warps=4,
@@ -265,8 +262,6 @@ def _combine(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     EACH: tl.constexpr,
-    BIASED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     PRODUCT: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -286,10 +281,10 @@ def _combine(
         expert = tl.load(experts + pair).to(tl.int64)
         valid = (expert >= 0) & (expert < EXPERTS)
         value = rounded(value, TYPE).to(tl.float32)
-        if BIASED:
+        if bias is not None:
             bias_value = tl.load(bias + tl.where(valid, expert, 0) * ROWS + row, mask=inside, other=0.0).to(tl.float32)
             value = rounded(value + bias_value, TYPE).to(tl.float32)
-        if WEIGHTED:
+        if weights is not None:
             value = rounded(value * tl.load(weights + pair).to(tl.float32), PRODUCT).to(tl.float32)
         total += tl.where(valid, value, 0.0)
     tl.store(out + token * ROWS + row, rounded(total, TYPE), mask=inside)
@@ -309,7 +304,6 @@ def _activate(
     ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SILU: tl.constexpr,
-    BIASED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -320,11 +314,12 @@ def _activate(
     inside = row < ROWS
     expert = tl.minimum(tl.maximum(tl.load(experts + pair).to(tl.int64), 0), EXPERTS - 1)
     partial += pair.to(tl.int64) * splits * (2 * ROWS)
-    bias += expert * (2 * ROWS)
+    if bias is not None:
+        bias += expert * (2 * ROWS)
     first = 2 * row if INTERLEAVED else row
     second = first + 1 if INTERLEAVED else row + ROWS
-    gate = tl.minimum(_summed(partial, bias, first, inside, splits, 2 * ROWS, TYPE, BIASED, SPLITS), limit)
-    up = _summed(partial, bias, second, inside, splits, 2 * ROWS, TYPE, BIASED, SPLITS)
+    gate = tl.minimum(_summed(partial, bias, first, inside, splits, 2 * ROWS, TYPE, SPLITS), limit)
+    up = _summed(partial, bias, second, inside, splits, 2 * ROWS, TYPE, SPLITS)
     up = rounded(tl.minimum(tl.maximum(up, -limit), limit) + offset, TYPE).to(tl.float32)
     if SILU:
         value = rounded(gate / (1.0 + tl.exp(-gate)), TYPE).to(tl.float32)
@@ -344,7 +339,6 @@ def _summed(
     splits,
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
-    BIASED: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Return the sums of partial products with their bias, float32."""
@@ -352,6 +346,6 @@ def _summed(
     mask = (split < splits)[:, None] & inside[None, :]
     value = tl.sum(tl.load(partial + split[:, None] * WIDTH + row[None, :], mask=mask, other=0.0).to(tl.float32), 0)
     value = rounded(value, TYPE).to(tl.float32)
-    if BIASED:
+    if bias is not None:
         value = rounded(value + tl.load(bias + row, mask=inside, other=0.0).to(tl.float32), TYPE).to(tl.float32)
     return value

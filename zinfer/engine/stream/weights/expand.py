@@ -32,15 +32,14 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
     """Unpack `codes` into `out` ``[rows, columns]``, `block` values a program. The tables are float32. Runs on the
     current stream."""
     rows, columns = out.shape
-    zeros = codes.zeros
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
     _expand[(rows, triton.cdiv(columns, block))](
         codes.numbers,
         codes.scales,
-        codes.scales if zeros is None else zeros,
-        codes.scales if codes.order is None else codes.order,
+        codes.zeros,
+        codes.order,
         table,
-        table if scale_table is None else scale_table,
+        scale_table,
         out,
         codes.divisor,
         codes.factor,
@@ -50,9 +49,6 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         FOUR=codes.bits == 4,
         ROWS=0 if whole_rows else codes.block[0],
         COLUMNS=0 if whole_columns else codes.block[1],
-        ZEROS=zeros is not None,
-        ORDER=codes.order is not None,
-        CODED=scale_table is not None,
         DIVIDED=codes.divisor != 1.0,
         MULTIPLIED=codes.factor != 1.0,
         INNER=_TYPES[codes.inner],
@@ -70,18 +66,17 @@ def launch_coded(
     `zinfer.engine.stream.weights.formats.unpack` does."""
     columns, rest = codes.columns, layout.numel % codec.BLOCK
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
-    scales = codes.scales, codes.scales if scale_table is None else scale_table
     shape = columns, codes.scales.shape[1]
     constants = {
         "SCALE_ROWS": 0 if whole_rows else codes.block[0],
         "SCALE_COLUMNS": 0 if whole_columns else codes.block[1],
-        "CODED": scale_table is not None,
         "INNER": _TYPES[codes.inner],
     }
     if layout.blocks:
         _expand_blocks[(layout.blocks,)](
             codes.numbers,
-            *scales,
+            codes.scales,
+            scale_table,
             out,
             *shape,
             layout.blocks,
@@ -95,7 +90,9 @@ def launch_coded(
     if rest:
         tail = codes.numbers[layout.sections[-2] * 16 :]
         first = layout.numel - rest
-        _expand_tail[(triton.cdiv(rest, block),)](tail, *scales, out, *shape, first, rest, **constants, BLOCK=block)
+        _expand_tail[(triton.cdiv(rest, block),)](
+            tail, codes.scales, scale_table, out, *shape, first, rest, **constants, BLOCK=block
+        )
 
 
 @triton.jit(do_not_specialize=["divisor", "factor"])
@@ -115,9 +112,6 @@ def _expand(
     FOUR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDER: tl.constexpr,
-    CODED: tl.constexpr,
     DIVIDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
     INNER: tl.constexpr,
@@ -135,13 +129,13 @@ def _expand(
     scale_index = tl.zeros([BLOCK], tl.int64)
     if ROWS > 0:
         scale_index += row // ROWS * scale_columns
-    if ORDER:
+    if order is not None:
         scale_index += tl.load(order + column, mask=inside, other=0)
     elif COLUMNS > 0:
         scale_index += column // COLUMNS
-    if ZEROS:
+    if zeros is not None:
         value -= tl.load(zeros + scale_index, mask=inside, other=0).to(tl.float32)
-    scale = _scale(scales, scale_table, scale_index, inside, CODED)
+    scale = _scale(scales, scale_table, scale_index, inside)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
     if MULTIPLIED:
@@ -166,7 +160,6 @@ def _expand_blocks(
     tail,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-    CODED: tl.constexpr,
     INNER: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -195,20 +188,20 @@ def _expand_blocks(
         second = (mantissa & 0x800080) << 8 | second << 10 | (mantissa & 0x700070) << 3
         if ALIGNED:
             scale_index = _scale_index(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)[:, None]
+            scale = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)[:, None]
             first = _pair(first, scale, scale, INNER, TYPE)
             second = _pair(second, scale, scale, INNER, TYPE)
         else:
             begin = value + index[:, None] * 16 + column * 4
             scale_index = _scale_index(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
             scale_index = _scale_index(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
             first = _pair(first, even, odd, INNER, TYPE)
             scale_index = _scale_index(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
             scale_index = _scale_index(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
             second = _pair(second, even, odd, INNER, TYPE)
         tl.debug_barrier()
         pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
@@ -227,7 +220,6 @@ def _expand_tail(
     count,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
-    CODED: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -237,7 +229,7 @@ def _expand_tail(
     inside = index < count
     code = tl.load(codes + index, mask=inside, other=0).to(tl.uint32)
     scale_index = _scale_index(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-    scale = 256.0 * _scale(scales, scale_table, scale_index, inside, CODED)
+    scale = 256.0 * _scale(scales, scale_table, scale_index, inside)
     bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
     tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
 
@@ -254,10 +246,10 @@ def _scale_index(value, columns, scale_columns, SCALE_ROWS: tl.constexpr, SCALE_
 
 
 @triton.jit
-def _scale(scales, scale_table, scale_index, inside, CODED: tl.constexpr):
+def _scale(scales, scale_table, scale_index, inside):
     """Return the scales number `scale_index`, float32, where they are `inside`."""
     scale = tl.load(scales + scale_index, mask=inside, other=0)
-    if CODED:
+    if scale_table is not None:
         return tl.load(scale_table + scale.to(tl.int32))
     return scale.to(tl.float32)
 

@@ -20,7 +20,7 @@ from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts.pool import ExpertCounts
 from zinfer.engine.stream.kv.host import HostKV
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
-from zinfer.engine.stream.kv.store import HostStore
+from zinfer.engine.stream.kv.store import HostRoom, HostStore
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import WeightSource
@@ -54,7 +54,7 @@ class FakeStore(HostStore):
     attends_on = "cpu"
 
     def __init__(self, parts: list[slice], capacity: int, on_cpu: bool) -> None:
-        super().__init__(HostMemory(HostPool(pin=False)), HostCopier(CPU), parts, capacity)
+        super().__init__(HostRoom(HostMemory(HostPool(pin=False)), HostCopier(CPU), capacity, {}), parts)
         self.on_cpu, self.length, self.closed = on_cpu, 0, False
 
     def append(self, layer: int, rows: slice, states: Any, start: int) -> Any:

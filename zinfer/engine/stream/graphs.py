@@ -719,13 +719,8 @@ def _layers(batch: DecoderBatch) -> list[FixedLayer]:
 
 
 def alike(actual: Tensor, expected: Tensor) -> bool:
-    """Tell whether logits, keys or values ``[rows, ..]`` differ by rounding alone."""
-    return difference(actual, expected) < TOLERANCE[actual.dtype.itemsize]
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the median row's relative difference of numbers ``[rows, ..]``. It is relative to their norm: where
-    experts are chosen, rounding alone may lead a row elsewhere."""
-    expected = expected.double().flatten(1)
+    """Tell whether logits, keys or values ``[rows, ..]`` differ by rounding alone. The median row counts: where experts
+    are chosen, rounding alone may lead a row elsewhere."""
+    tolerance, expected = TOLERANCE[actual.dtype.itemsize], expected.double().flatten(1)
     error = (actual.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    return float(error.median())
+    return float(error.median()) < tolerance

@@ -11,6 +11,7 @@ deferred (`defer`), and the thread does that first. Code that reads host memory 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -70,8 +71,9 @@ def flush() -> None:
 
 
 def _taken() -> list[Callable[[], object]]:
-    current = getcurrent()
-    taken, current.deferred = current.deferred, []
+    current: Any = getcurrent()
+    taken: list[Callable[[], object]] = current.deferred
+    current.deferred = []
     return taken
 
 

@@ -6,7 +6,7 @@ all that is stored, and the result comes back to the device.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import prod
@@ -31,8 +31,7 @@ from zinfer.engine.stream.kv.cpu_kernel import (
     sinks_of,
     split_scales,
 )
-from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
-from zinfer.engine.stream.kv.store import HostStore, PartLayer
+from zinfer.engine.stream.kv.store import HostRoom, HostStore, PartLayer
 from zinfer.engine.transfer import to_device, to_host
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
@@ -195,16 +194,8 @@ class CpuStore(HostStore):
 
     on_cpu = True
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        copier: HostCopier,
-        rows: slice,
-        capacity: int,
-        in_8_bits: bool = False,
-        windows: Mapping[int, int] | None = None,
-    ) -> None:
-        super().__init__(memory, copier, [rows], capacity, windows)
+    def __init__(self, room: HostRoom, rows: slice, in_8_bits: bool) -> None:
+        super().__init__(room, [rows])
         self._in_8_bits = in_8_bits
         keep_freed_memory()
         self.attends_on = "cpu" if library() is not None else "cpu, torch"

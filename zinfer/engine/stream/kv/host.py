@@ -15,7 +15,7 @@ from zinfer.engine.stream.kv.cpu import CpuStore
 from zinfer.engine.stream.kv.cpu_kernel import library
 from zinfer.engine.stream.kv.link import LinkStore
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
-from zinfer.engine.stream.kv.store import HostStore, SplitLayer
+from zinfer.engine.stream.kv.store import HostRoom, HostStore, SplitLayer
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.bytes import Placement
 from zinfer.system.host import attending_cpus
@@ -79,18 +79,18 @@ class HostKV:
     ) -> HostStore:
         """Move the last rows of `cache`, those of `parts`, to host memory. They have room for `capacity` tokens each,
         `load` counts all rows. Raises MemoryError."""
-        memory = HostMemory(self._reserve(placement, load))
         windows = {index: layer.slots.window for index, layer in cache.attention.items() if layer.slots.window}
+        room = HostRoom(HostMemory(self._reserve(placement, load)), self._copier, capacity, windows)
         host: HostStore
         if self._on_cpu(placement) or ring is None:
             rows = slice(parts[0].start, parts[-1].stop)
-            host = CpuStore(memory, self._copier, rows, capacity, self._in_8_bits, windows)
+            host = CpuStore(room, rows, self._in_8_bits)
             self._attending = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
             # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
             torch.set_num_threads(self._attending)
             self._lent = True
         else:
-            host = LinkStore(memory, self._copier, ring, parts, capacity, windows, self._shared)
+            host = LinkStore(room, ring, parts, self._shared)
         self._device = host.attends_on
         for index, on_device in cache.attention.items():
             cache.put(index, SplitLayer(index, on_device, host))

@@ -1,6 +1,6 @@
 """KV cache in host memory that crosses the link. The GPU attends to it in every step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.cache import SlotAllocation, WindowIndex
-from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
-from zinfer.engine.stream.kv.store import HostStore
+from zinfer.engine.stream.kv.store import HostRoom, HostStore
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 
 
@@ -77,17 +76,8 @@ class LinkStore(HostStore):
 
     attends_on, on_cpu = "gpu", False
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        copier: HostCopier,
-        ring: PrefetchRing,
-        parts: list[slice],
-        capacity: int,
-        windows: Mapping[int, int] | None = None,
-        shared: bool = False,
-    ) -> None:
-        super().__init__(memory, copier, parts, capacity, windows)
+    def __init__(self, room: HostRoom, ring: PrefetchRing, parts: list[slice], shared: bool) -> None:
+        super().__init__(room, parts)
         self._ring, self.shared, self._version = ring, shared, 0
         self._parts: dict[tuple[int, int], StoredPart] = {}  # by layer and first row
         self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths

@@ -9,7 +9,7 @@ both then run at once.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,27 +21,28 @@ from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
 from zinfer.engine.stream.weights.ring import Fetch
 
 
+class HostRoom(NamedTuple):
+    """Host memory for `capacity` tokens a sequence, and what copies them there. `windows` has the sliding windows, in
+    tokens, by layer number."""
+
+    memory: HostMemory
+    copier: HostCopier
+    capacity: int
+    windows: Mapping[int, int]
+
+
 class HostStore(ABC):
-    """Keys and values of a batch's `rows` in host memory. There is room for `capacity` tokens a sequence. Layers may
-    differ in their heads and widths, and keys from values. `windows` has the sliding windows, in tokens, by layer
-    number."""
+    """Keys and values of a batch's rows in host memory. They are those of `parts`, and have `room`. Layers may differ
+    in their heads and widths, and keys from values."""
 
     attends_on: str  # gpu, cpu, or "cpu, torch" without a C compiler
     on_cpu: bool  # True if the CPU attends
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        copier: HostCopier,
-        parts: list[slice],
-        capacity: int,
-        windows: Mapping[int, int] | None = None,
-    ) -> None:
+    def __init__(self, room: HostRoom, parts: list[slice]) -> None:
         self.rows, self.parts = slice(parts[0].start, parts[-1].stop), parts
-        self.capacity, self._windows = capacity, windows or {}
-        self._memory, self._copier = memory, copier
+        self._memory, self._copier, self.capacity, self._windows = room
 
     def _slots(self, layer: int) -> WindowIndex:
         return WindowIndex(self.capacity, self._windows.get(layer))

@@ -34,7 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.stream.weights.block import BLOCK, LEVELS, MAX_ESCAPES, ROW
+from zinfer.engine.stream.weights.block import BLOCK as BLOCK
+from zinfer.engine.stream.weights.block import LEVELS as LEVELS
+from zinfer.engine.stream.weights.block import MAX_ESCAPES
+from zinfer.engine.stream.weights.block import ROW as ROW
 
 # A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much. For FP8,
 # which takes a launch in any case, it is the size from which the GPU unpacks faster than the link brings it.

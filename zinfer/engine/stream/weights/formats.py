@@ -83,13 +83,6 @@ class CodesLayout:
         )  # fmt: skip
 
 
-def rows_of_chunk(codes: Codes, itemsize: int, max_bytes: int) -> int:
-    rows = max(1, max_bytes // (codes.columns * itemsize))
-    if codes.scales.shape[0] == 1:
-        return rows
-    return max(1, rows // codes.block[0]) * codes.block[0]
-
-
 def worth_coding(codes: Codes, dtype: torch.dtype) -> bool:
     """Tell whether `codes` are coded losslessly: many, e4m3, for 16-bit values."""
     plain = codes.zeros is None and codes.order is None and codes.divisor == codes.factor == 1.0
@@ -139,7 +132,9 @@ def encode_chunks(
 ) -> list[tuple[CodesLayout, Tensor]]:
     """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `offset` is the
     matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on."""
-    step, chunks = rows_of_chunk(codes, dtype.itemsize, max_bytes), list[tuple[CodesLayout, Tensor]]()
+    step, chunks = max(1, max_bytes // (codes.columns * dtype.itemsize)), list[tuple[CodesLayout, Tensor]]()
+    if codes.scales.shape[0] > 1:  # whole blocks of scales
+        step = max(1, step // codes.block[0]) * codes.block[0]
     codable = worth_coding(codes, dtype)
     for first in range(0, codes.rows, step):
         rows, scale_rows = slice(first, min(first + step, codes.rows)), slice(None)

@@ -134,26 +134,20 @@ def attend_all(
         rows = slice(first, first + len(keys))
         first = rows.stop
         seen = [bias[rows, ..., longest - keys.shape[2] :] for bias in expanded]
-        mixed.append(_attend_apart(queries[rows], keys, values, seen, factor, softcap, sinks))
+        mixed.append(_attend_apart(queries[rows], (keys, values), seen, factor, softcap, sinks))
     return torch.cat(mixed)
 
 
 def _attend_apart(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Sequence[Tensor],
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    queries: Tensor, block: Block, biases: Sequence[Tensor], scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Compute `attend_all` for one block. It is done by products, or for many queries by torch's own kernel."""
     if queries.shape[2] > MAX_ROWS and softcap is None and sinks is None:
-        dtype = queries.dtype if keys.dtype == torch.int8 else keys.dtype
-        keys, values = dequantized(keys, dtype), dequantized(values, dtype)
+        dtype = queries.dtype if block[0].dtype == torch.int8 else block[0].dtype
+        keys, values = (dequantized(half, dtype) for half in block)
         bias = sum(biases[1:], biases[0]).to(dtype) if biases else None
         return scaled_dot_product_attention(queries.to(dtype), keys, values, bias, scale=scale).float()
-    keys, values = dequantized(keys, torch.float32).float(), dequantized(values, torch.float32).float()
+    keys, values = (dequantized(half, torch.float32).float() for half in block)
     scores = queries.float() @ keys.mT * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

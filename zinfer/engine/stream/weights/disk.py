@@ -77,7 +77,8 @@ class DiskSource(WeightSource):
         self._checked, self._seen = set[int](), files.identity
         self._kept: dict[int, PinnedArena] = {}  # layer -> its bytes in host memory, from a page's beginning on
         self._views: dict[int, Tensor] = {}  # start of a chunk in host memory -> its bytes
-        self._place_bytes = max(_room(chunk) for packed in layers for chunk in packed.chunks)
+        ranges = (aligned(chunk.start, chunk.end) for packed in layers for chunk in packed.chunks)
+        self._place_bytes = max(end - begin for begin, end in ranges)
         self._ring = PinnedArena(max(2, ring_bytes // self._place_bytes) * self._place_bytes, pin)
         self._bytes = as_bytes(self._ring.memory)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-disk")
@@ -315,11 +316,6 @@ def write(
         end += len(content) + -len(content) % PAGE
         del content, memory
     return [written[index] for index in range(len(written))], [sums[index] for index in range(len(sums))]
-
-
-def _room(chunk: Chunk) -> int:
-    begin, end = aligned(chunk.start, chunk.end)
-    return end - begin
 
 
 def _cancel(jobs: Sequence[Future[None]]) -> None:

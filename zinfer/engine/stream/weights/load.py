@@ -45,14 +45,6 @@ class _ResidentLayer(NamedTuple):
     size: int  # bytes
 
 
-class Loaded(NamedTuple):
-    """Weights off the device, their ring, and bytes read packed (or None)."""
-
-    source: WeightSource
-    ring: PrefetchRing
-    folder_bytes: int | None
-
-
 class Loader:
     """Load of the layers as `plan` and `options` say. `experts` come on demand, by layer. The leader of a `group` loads
     the arena, and the other ranks map it."""
@@ -79,9 +71,9 @@ class Loader:
             revision = revision_of(spec, case.load_format)
             self._folder = packed.find(spec, revision, options.packed, case.allow_nan, progress)
 
-    def load(self, resident: Mapping[str, Tensor]) -> Loaded:
-        """Load the layers, and other weights into `resident`. Raises EngineError, CheckpointError, OSError, and
-        MemoryError where host memory is too small."""
+    def load(self, resident: Mapping[str, Tensor]) -> tuple[WeightSource, PrefetchRing, int | None]:
+        """Load the layers, and other weights into `resident`. Returns source and ring, and the bytes read, if packed
+        ones were. Raises EngineError, CheckpointError, OSError, and MemoryError where host memory is too small."""
         source: WeightSource
         with ExitStack() as owned:
             if self._plan.case.offload == "nvme":
@@ -100,7 +92,7 @@ class Loader:
                 ring.keep_only(index, self._resident.pop(index))
             owned.pop_all()
         size = source.host_bytes + self._resident_bytes + self._plan.model.other_bytes
-        return Loaded(source, ring, None if self._folder is None else size)
+        return source, ring, None if self._folder is None else size
 
     def _in_memory(
         self, resident: Mapping[str, Tensor], owned: ExitStack

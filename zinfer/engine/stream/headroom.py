@@ -63,10 +63,9 @@ class MemoryHeadroom:
 
 def prefetch_distance(streamed: Collection[int], count: int) -> float:
     """Return the ring's size in layers, 1 to 2. It keeps the link busy. Of `count` layers those `streamed` come over
-    it. A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) /
-    count` of the time in which the link brings a layer. The link fills the ring while one streamed layer computes and
-    the resident layers behind it.
-    """
+    it. A pass takes the link's time if a layer's computation takes no more than its share of it:
+    `len(streamed) / count` of the time in which the link brings a layer. The link fills the ring while one streamed
+    layer computes and the resident layers behind it."""
     if not 0 < len(streamed) < count:
         return 1.0
     places = sorted(streamed)

@@ -74,9 +74,8 @@ class HostStates:
         return bool(self._blocks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """Store new keys and values once, and attend to all. `query` is ``[B, heads, n, head_dim]``, the result ``[B,
-        n, heads, head_dim]``.
-        """
+        """Store new keys and values once, and attend to all. `query` is ``[B, heads, n, head_dim]``, the result
+        ``[B, n, heads, head_dim]``."""
         (total, heads, tokens, width), home, dtype = query.shape, query.device, query.dtype
         shared, sinks = heads // key.shape[1], options.get("s_aux")
         if other := unknown(options, "softcap", "s_aux", "position_bias"):
@@ -121,9 +120,8 @@ def attend_all(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the float32 attention of `queries` to all `blocks`. It is what `cpu_kernel.attend` returns. Other passes
-    go on meanwhile; torch computes what the compiled code cannot. Scores are kept below `softcap`; `sinks`, ``[query
-    heads]``, are scores that take their part of each softmax.
-    """
+    go on meanwhile; torch computes what the compiled code cannot. Scores are kept below `softcap`; `sinks`,
+    ``[query heads]``, are scores that take their part of each softmax."""
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     if can_attend(queries, blocks):
         return run_async(partial(attend, queries, blocks, biases, factor, torch.get_num_threads(), softcap, sinks))

@@ -32,6 +32,7 @@ from zinfer.engine.stream.kv.cpu_kernel import (
     split_scales,
 )
 from zinfer.engine.stream.kv.store import HostRoom, HostStore, PartLayer
+from zinfer.engine.stream.weights.queues import Event
 from zinfer.engine.transfer import to_device, to_host
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
@@ -192,7 +193,7 @@ class CpuStore(HostStore):
         keep_freed_memory()
         self.attends_on = "cpu" if library() is not None else "cpu, torch"
         self._layers: dict[int, tuple[WindowIndex, Tensor, Tensor]] = {}  # layer -> slots, keys, values
-        self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
+        self._sent: list[Event] = []  # events behind copies of prompts' keys that may be under way
 
     def states(self, part: PartLayer, keys: Tensor, values: Tensor) -> HostStates:
         return HostStates([part], [len(keys)], new=(keys, values))
@@ -208,8 +209,7 @@ class CpuStore(HostStore):
         slots, *stores = self._layers[layer]
         step = slots.add(start, states[0].shape[2])
         for event in self._sent:
-            if event is not None:
-                event.synchronize()
+            event.synchronize()
         self._sent = []
         if step.moved:  # the past moves, too
             flush()

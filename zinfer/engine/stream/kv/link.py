@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zinfer.engine.cache import SlotAllocation, WindowIndex
 from zinfer.engine.stream.kv.store import HostRoom, HostStore
+from zinfer.engine.stream.weights.queues import PASSED, Event
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 
 
@@ -35,7 +35,7 @@ class PartFetch:
             layer,
             source=lambda: stored.held(self.length).view(-1),
             ready=lambda: stored.length >= self.length,
-            before=stored.wait,
+            before=lambda: stored.written.wait(),
         )
 
     def following(self) -> "PartFetch":
@@ -50,16 +50,11 @@ class StoredPart:
     memory: Tensor
     key_bytes: int  # of a position
     length: int = 0
-    written: Any = None  # event behind the last copy
+    written: Event = PASSED  # behind the last copy
 
     def held(self, length: int) -> Tensor:
         """Return the positions seen after `length` tokens, as ``[n, bytes a position]``."""
         return self.memory[self.slots.held(length)]
-
-    def wait(self) -> None:
-        """Have the current queue wait for the last copy."""
-        if self.written is not None:
-            self.written.wait()
 
     @staticmethod
     def rows_of(half: Tensor, count: int, rows: Sequence[int]) -> Tensor:

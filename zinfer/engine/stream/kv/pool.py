@@ -1,13 +1,14 @@
 """Host memory for KV caches: blocks of page-locked arenas, and copies from the device to them."""
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
+from zinfer.engine.stream.weights.queues import PASSED, Event
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory
@@ -19,14 +20,14 @@ class HostCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._under_way: deque[tuple[int, Any]] = deque()  # bytes, event
+        self._under_way: deque[tuple[int, Event]] = deque()  # bytes, event
         self._bytes = 0  # bytes under way
 
-    def send(self, states: Tensor, target: Tensor) -> Any:
-        """Copy `states` to `target`, page-locked; return the event behind the copy, None if the copy is complete."""
+    def send(self, states: Tensor, target: Tensor) -> Event:
+        """Copy `states` to `target`, page-locked; return the event behind the copy."""
         if self._stream is None:
             target.copy_(states)
-            return None
+            return PASSED
         while self._under_way and (self._bytes + states.nbytes > IN_FLIGHT or self._under_way[0][1].query()):
             size, arrived = self._under_way.popleft()
             arrived.synchronize()
@@ -35,7 +36,7 @@ class HostCopier:
         with torch.cuda.stream(self._stream):
             target.copy_(states, non_blocking=True)
             states.record_stream(self._stream)
-            event = torch.cuda.Event()
+            event: Event = torch.cuda.Event()
             event.record()
         self._under_way.append((states.nbytes, event))
         self._bytes += states.nbytes

@@ -30,7 +30,7 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.trace import clock
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
-from zinfer.engine.stream.weights.queues import Event
+from zinfer.engine.stream.weights.queues import PASSED, Event
 from zinfer.engine.stream.weights.source import WeightSource
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
@@ -191,11 +191,10 @@ class DiskSource(WeightSource):
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
         self.stop()
-        self._places = SimpleQueue[
-            tuple[int, Event | None] | None
-        ]()  # free ones, each with its last read; None to stop
+        # Free places, each with the event behind its last read; None to stop.
+        self._places = SimpleQueue[tuple[int, Event] | None]()
         for place in range(0, self._ring.size, self._place_bytes):
-            self._places.put((place, None))
+            self._places.put((place, PASSED))
         self._thread = threading.Thread(target=self._pump, args=(iter(chunks),), name="zinfer-pump", daemon=True)
         self._thread.start()
 
@@ -234,7 +233,7 @@ class DiskSource(WeightSource):
         read.done.result()
         return self._content(read)
 
-    def release(self, last: Event | None = None) -> None:
+    def release(self, last: Event = PASSED) -> None:
         """Give the latest chunk back once `last` of a queue is passed."""
         with self._changed:
             self._places.put((self._reads.popleft().place, last))
@@ -250,8 +249,7 @@ class DiskSource(WeightSource):
                 if (free := self._places.get()) is None or self._stopping:
                     return
                 place, last = free
-                if last is not None:
-                    last.synchronize()
+                last.synchronize()
                 begin, end = aligned(chunk.start, chunk.end)
                 began: list[float] = []
                 jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)

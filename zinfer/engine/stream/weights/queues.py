@@ -15,6 +15,21 @@ class Event(Protocol):
     def synchronize(self) -> None: ...  # make the CPU wait until the point is passed
 
 
+class _Passed:
+    """Event that is passed."""
+
+    def record(self) -> None:
+        pass
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED: Event = _Passed()
+
+
 class Queues(Protocol):
     """Queues of a device; the compute queue is the current one."""
 
@@ -38,21 +53,6 @@ class HostQueues:
 
     def finish(self) -> None:
         pass
-
-
-class _Passed:
-    """Event that is passed."""
-
-    def record(self) -> None:
-        pass
-
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
-
-
-PASSED = _Passed()
 
 
 class CudaQueues:

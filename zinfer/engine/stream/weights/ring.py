@@ -38,7 +38,7 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
 from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
-from zinfer.engine.stream.weights.queues import CudaQueues, Event, HostQueues, Queues
+from zinfer.engine.stream.weights.queues import PASSED, CudaQueues, Event, HostQueues, Queues
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.record.measurement import Lane
 
@@ -273,8 +273,7 @@ class PrefetchRing:
         with self.queues.second_stream():
             if begun is not None:
                 begun.wait()
-            if now.unpacked is not None:  # the first queue may have filled in weights of the layer since
-                now.unpacked.wait()
+            now.unpacked.wait()  # the first queue may have filled in weights of the layer since
             now.in_second = True
             try:
                 yield
@@ -497,7 +496,7 @@ class PrefetchRing:
         if now.layer != index or now.calls_done == now.calls:
             self.bring_layer(index)
         now.calls_done += 1
-        if now.second_used and now.unpacked is not None:
+        if now.second_used:
             now.unpacked.wait()
         if self._trace is not None:
             self._trace.begin("compute", index)
@@ -539,8 +538,7 @@ class PrefetchRing:
         with self.untimed(index, unpacks=True):
             self.unpack_resident(index, chunks)
             unpack()
-        if now.unpacked is not None:
-            now.unpacked.record()
+        now.unpacked.record()
 
     def computes_resident(self, index: int) -> bool:
         """Tell whether a layer computes now, and stays."""
@@ -561,7 +559,7 @@ class _Pass:
     calls_done: int = 0  # of that layer
     borrowed: int = 0  # buffers that its current call holds
     complete: bool = False  # True after the last call of the last layer
-    unpacked: Event | None = None  # point from which on the rest of the layer is in the layer buffer
+    unpacked: Event = PASSED  # point from which on the rest of the layer is in the layer buffer
     in_second: bool = False  # True while the second compute queue is the current one
     second_used: bool = False
 

@@ -18,7 +18,7 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.stream.trace import Reads
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
 from zinfer.engine.stream.weights.packed_experts import PackedExperts
-from zinfer.engine.stream.weights.queues import Event
+from zinfer.engine.stream.weights.queues import PASSED, Event
 
 
 class WeightSource(ABC):
@@ -47,7 +47,7 @@ class WeightSource(ABC):
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Read `chunks` ahead from disk, in this order."""
 
-    def release(self, last: Event | None = None) -> None:
+    def release(self, last: Event = PASSED) -> None:
         """Give the latest chunk back once `last` is passed."""
 
     def stop(self) -> None:

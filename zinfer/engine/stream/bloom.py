@@ -4,6 +4,7 @@
 and GELU likewise. The adapter replaces these forward passes on a model's instances.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,13 +28,9 @@ def adapt(layers: nn.ModuleList) -> Tensor | None:
         module.forward = MethodType(_attend, module)
     for module in modules:
         if isinstance(module, BloomGelu):
-            module.forward = MethodType(_gelu, module)
+            module.forward = partial(gelu, approximate="tanh")
     slopes: Tensor = build_alibi_tensor(torch.ones(1, 2), attentions[0].num_heads, torch.float32)[:, 0, 1]
     return slopes
-
-
-def _gelu(_module: nn.Module, x: Tensor) -> Tensor:
-    return gelu(x, approximate="tanh")
 
 
 def _attend(

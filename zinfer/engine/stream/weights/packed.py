@@ -183,16 +183,10 @@ class _StoredLayer(BaseModel):
             return "tensors overlap"
         if blocks and -(-blocks[-1][1] // ALIGNMENT) * ALIGNMENT != size:
             return "its size is not that of its tensors"
-        covered = iter([*unpacked, (size, size)])
-        begin, end = next(covered)
-        for start, stop in blocks:
-            while start < stop:
-                while end <= start and begin < size:
-                    begin, end = next(covered)
-                if not begin <= start < end:
-                    return "a tensor has no data"
-                start = end
-        return None
+        ends, begins = [0, *(end for _, end in unpacked)], [*(begin for begin, _ in unpacked), size]
+        gaps = [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
+        filled = [block for block in blocks if block[0] < block[1]]
+        return None if _in_order(sorted([*filled, *gaps]), size) else "a tensor has no data"
 
 
 def _stored(layout: Layout | CodesLayout | None) -> list[int] | _StoredRows | None:

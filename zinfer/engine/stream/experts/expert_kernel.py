@@ -213,7 +213,6 @@ def _multiply(
 ):
     """Multiply tiles of an expert's matrix with the states of one pair. `ONCE` means that no other pair has the same
     expert."""
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     pair = tl.program_id(0)
     expert = tl.load(experts + pair).to(tl.int64)
     expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
@@ -227,11 +226,7 @@ def _multiply(
     for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
         column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         element = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
-        if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:
-            tile = tl.load(weights + element, eviction_policy=POLICY)
-        else:
-            inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-            tile = tl.load(weights + element, mask=inside, other=0.0, eviction_policy=POLICY)
+        tile = _tile(weights + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
         if COLUMNS % BLOCK_COLUMNS == 0:
             state = tl.load(states + column).to(tl.float32)[None, :]
         else:
@@ -249,6 +244,26 @@ def _multiply(
     else:
         element = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
         tl.store(out + element, value, mask=row < ROWS)
+
+
+@triton.jit
+def _tile(
+    places,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ONCE: tl.constexpr,
+):
+    """Load a tile of weights, with zeros outside of the matrix."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:
+        return tl.load(places, eviction_policy=POLICY)
+    else:
+        inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+        return tl.load(places, mask=inside, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -20,8 +20,8 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``. They are in memory of
-    its own, until it is closed. A pickled one borrows the memory of what it was."""
+    """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``. They are in memory
+    of its own, until it is closed. A pickled one borrows the memory of what it was."""
 
     def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
         self.first, self.states = first, states

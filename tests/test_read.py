@@ -1,7 +1,6 @@
 """Reading ahead: every byte arrives, the next group comes while one is used, and no thread outlives its reader."""
 
 import errno
-import gc
 import os
 import shutil
 import threading
@@ -22,6 +21,7 @@ from zinfer.engine import read
 from zinfer.engine.read import Group, map_groups, read_groups
 from zinfer.engine.state import ModelState
 
+Readers = Callable[[], list[str]]
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {
     "big": torch.randn(300, 70).to(torch.bfloat16),
@@ -41,15 +41,16 @@ def opened(tmp_path: Path) -> Checkpoint:
     return Checkpoint.open(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def no_other_readers() -> None:
-    """Collect sources, and their threads, that earlier tests left in cycles."""
-    gc.collect()
-    assert readers() == []
+@pytest.fixture
+def readers() -> Readers:
+    """Return a function that names the running readers that began in this test."""
+    earlier = set(threading.enumerate())
 
+    def begun() -> list[str]:
+        threads = set(threading.enumerate()) - earlier
+        return [thread.name for thread in threads if thread.name.startswith("zinfer-read")]
 
-def readers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zinfer-read")]
+    return begun
 
 
 def same(first: Tensor, other: Tensor) -> bool:
@@ -57,7 +58,9 @@ def same(first: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, 16 << 20])
-def test_every_tensor_arrives(chunk: int, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_arrives(
+    readers: Readers, chunk: int, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups = GROUPS if chunk > 1 else GROUPS[1:2]
     monkeypatch.setattr(read, "CHUNK", chunk)
     arrived: dict[str, Tensor] = {}
@@ -89,7 +92,9 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
         assert all(same(tensor, TENSORS[name]) for name, tensor in tensors.items()), "a loan was overwritten"
 
 
-def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stops_early_leaves_no_thread(
+    readers: Readers, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, count = read._read, []
 
     def slowly(*args: Any) -> None:
@@ -108,7 +113,9 @@ def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytes
     assert len(count) < 100, "reads that nobody waits for are given up"
 
 
-def test_weights_that_are_not_taken_to_the_end_leave_no_thread(checkpoint: Callable[..., Path]) -> None:
+def test_weights_that_are_not_taken_to_the_end_leave_no_thread(
+    readers: Readers, checkpoint: Callable[..., Path]
+) -> None:
     spec = resolve.from_directory(checkpoint("llama"))
     source = ModelState(spec, "safetensors").load(torch.device("cpu"))
     assert next(source)
@@ -117,7 +124,7 @@ def test_weights_that_are_not_taken_to_the_end_leave_no_thread(checkpoint: Calla
     assert readers() == []
 
 
-def test_a_file_that_shrinks_meanwhile_is_named(opened: Checkpoint) -> None:
+def test_a_file_that_shrinks_meanwhile_is_named(readers: Readers, opened: Checkpoint) -> None:
     file = opened.tensors["last"].file
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is cut off: copy it again"):
@@ -126,7 +133,9 @@ def test_a_file_that_shrinks_meanwhile_is_named(opened: Checkpoint) -> None:
     assert readers() == []
 
 
-def test_a_disk_that_fails_is_an_error_of_the_reader(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_an_error_of_the_reader(
+    readers: Readers, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 

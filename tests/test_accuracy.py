@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
 from tests import mentions
-from tests.results import accuracy_run as record
 from tests.running import decode, prefill
 from tests.test_parity import MACHINE
 from zinfer.analysis.study import compared, label, show
@@ -287,21 +286,6 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with TokenizerProcess(plan(folder).model) as tokenizer:
         assert windows(tokenizer, "abcd", 2, 3)[0] == [[1, 69, 70], [1, 71, 72]]
-
-
-def test_cells_say_what_was_counted() -> None:
-    results = record()
-    assert show(results).cells == [
-        ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
-        ("kv_cache_dtype=int8", "own", "5", "2%", "3%", "0.002", "0.003", "80.00%", "", "50% of 2", "1"),
-        ("kv_cache_dtype=int8", "text", "1", "50%", "50%", "0.05", "0.05", "100.00%", "2.718 +10.52%", "", ""),
-    ]
-    assert {len(row) for row in show(results).cells} == {len(show(results).columns)}
-    assert results.of(Deviation)[1].first_differences == (1, None)
-    assert [case.options for case in compared(results)] == [(("kv_cache_dtype", "int8"),)]
-    assert "RANDOM" not in show(results).title
-    random = results.asked.model_copy(update={"load_format": "dummy"})
-    assert show(record(case=random)).title.startswith("RANDOM")
 
 
 def invoke(*words: object) -> Result:

@@ -134,13 +134,6 @@ def test_spread_is_students_interval(samples: list[float], half_width: float) ->
     assert interval.half_width == pytest.approx(half_width, rel=4e-3)
 
 
-def test_one_sample_has_no_spread() -> None:
-    interval = spread([5.0])
-    assert interval is not None
-    assert (interval.mean, interval.half_width) == (5.0, None)
-    assert spread([]) is None
-
-
 def test_groups_never_mix_what_cannot_be_compared() -> None:
     asked = case(8)
     points = [
@@ -156,11 +149,6 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
     by_group = groups(points)
     assert [len(members) for members in by_group.values()] == [1] * len(points)
     assert len({group.stem("all", alone=False) for group in by_group}) == len(points)
-
-
-def test_the_last_point_of_a_repeated_case_counts() -> None:
-    ((_, members),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
-    assert [(point.case.workload.batch_size, point.status) for point in members] == [(8, "ok"), (16, "ok")]
 
 
 def test_a_cancelled_point_replaces_no_other() -> None:
@@ -239,8 +227,3 @@ def test_without_a_gpu_offload_is_a_copy() -> None:
     assert not any("without a GPU" in caution for caution in cautions([cpu, point(case(4))]))
     assert any("random" in caution for caution in cautions([cpu]))
     assert not any("random" in caution for caution in cautions([point(case(8, load_format="safetensors"))]))
-
-
-def test_whole_models_come_before_slices() -> None:
-    order = [group.layers for group in groups([point(case(1)), point(case(1, layers=None), machine="z")])]
-    assert order == [None, 14]

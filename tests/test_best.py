@@ -212,18 +212,6 @@ def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> 
     assert drawn[0] == drawn[1]
 
 
-def test_noise_makes_no_winner(tmp_path: Path) -> None:
-    noisy = {"ttft_ms": (100.0, 160.0, 130.0), "step_ms": ((1.0,), (1.0,), (1.0,))}
-    with Store.open(tmp_path / "a.jsonl") as store:
-        store.append(point(case(8, layers=None, output_len=2)).model_copy(update=noisy))
-        slower = {"ttft_ms": (110.0, 180.0, 145.0)}
-        store.append(point(case(8, offload="none", layers=None, output_len=2)).model_copy(update=noisy | slower))
-    done = best(tmp_path)
-    assert "no difference beyond the noise" in done.stdout
-    assert "As fast within the noise: stream none at batch 8." in done.stdout
-    assert not re.search(r"\d\.\d\dx", done.stdout)
-
-
 CASES = (
     case(8, layers=14, gpu_weights="0%"),
     case(4, "deepspeed", model="bloom-176b", layers=None, input_len=64, output_len=7, dtype="float16"),

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests import committed, mentions
+from tests import committed
 from tests.results import case, point
 from zinfer.analysis import calibrate
 from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit
@@ -20,10 +20,9 @@ from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Plan, Planner, make_plan
-from zinfer.plan.times import RATES, Efficiency, shipped
-from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.plan.times import Efficiency, shipped
+from zinfer.record.measurement import Effective, Measurement
 from zinfer.system import machines
-from zinfer.system.host import attending_cpus
 
 H100 = machines.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
 # Configurations and models whose records plans miss by more than a tenth. Experts that stayed were those of the first
@@ -33,7 +32,6 @@ MISSED = {
     ("stream cpu gpu-weights=70% kv_offload=none", "mixtral-8x7b"),
     ("stream cpu gpu-weights=16% gpus=2", "bloom-176b"),
 }
-ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
 
 def predict(case: Case, model: ModelSpec, machine: Machine, efficiencies: Mapping[str, Efficiency]) -> Plan:
@@ -178,22 +176,9 @@ def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H1
             streamed_bytes_per_step=round(plan.streamed_bytes / plan.placement.wire_ratio),
             wire_bytes_per_step=plan.streamed_bytes,
             settings={"slot_bytes": spec.layer_bytes, "buffer_bytes": Sizes(plan.placement, spec).chunk,
-                      "ring_depth": plan.placement.ring_depth, "cuda_graphs": "off"} | cache_of(asked, plan),
+                      "ring_depth": plan.placement.ring_depth, "cuda_graphs": "off"},
         ),
     )  # fmt: skip
-
-
-def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
-    """Return the settings in which `stream` reports its KV cache."""
-    placement = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
-    if not placement.kv_host_share:
-        return {}
-    cores = plan.machine.details.get("host", {}).get("cores", 0)
-    return {
-        "kv_host_rows": round(placement.kv_host_share * asked.workload.batch_size),
-        "kv_attention": "cpu" if placement.kv_on_cpu else "gpu",
-        "kv_threads": round(placement.kv_cpu_share * attending_cpus(cores)),
-    }
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.damage_files import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
+from tests.damage_files import HEADER_DAMAGE, damage_header, damage_safetensors, write_header
 from zinfer.checkpoint.headers import INDEX as WEIGHT_INDEX
 from zinfer.checkpoint.headers import SINGLE, Checkpoint, CheckpointError
 
@@ -74,12 +74,6 @@ def test_a_flipped_bit_in_a_header_is_refused_or_harmless(folder: Path) -> None:
             assert entry in stored or (info.dtype in {"I32", "U32"} and ("F32", *entry[1:]) in stored)
 
 
-@pytest.mark.parametrize("fault", ["name twice", "hole", "cut", "longer data", "metadata"])
-def test_the_line_says_what_to_do(fault: str, folder: Path) -> None:
-    damage_header(random.Random(1), folder / SINGLE, fault)
-    refused(folder, r"damaged or cut off \(.+\): copy it again")
-
-
 def shard(folder: Path, name: str, sizes: dict[str, list[int]]) -> dict[str, str]:
     header, size = entries(sizes)
     write_header(folder / name, header, bytes(size))
@@ -131,8 +125,3 @@ def test_a_link_to_a_file_is_read(folder: Path, tmp_path_factory: pytest.TempPat
     (folder / SINGLE).rename(blob)
     (folder / SINGLE).symlink_to(blob)
     assert Checkpoint.open(folder).tensors.keys() == SIZES.keys()
-
-
-def test_metadata_are_no_tensor(folder: Path) -> None:
-    assert "__metadata__" in read_header(folder / SINGLE)[0]
-    assert "__metadata__" not in Checkpoint.open(folder).tensors

@@ -589,15 +589,6 @@ def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     assert not placed(asked(batch_size=100, options=(("kv_offload", "cpu"),)), machine).kv_on_cpu
 
 
-def test_a_host_whose_memory_is_not_known_holds_a_cache_of_a_few_gpus() -> None:
-    machine = H100.model_copy(update={"host_bytes": None})
-    assumed = H100.model_copy(update={"host_bytes": round(TUNING.assumed_host * H100.gpu_bytes)})
-    for options in ((("kv_offload", "cpu"), *CODED), (("kv_offload", "auto"), *CODED)):
-        unknown, known = (make_plan(asked(options=options, weights="int4"), INT4, each) for each in (machine, assumed))
-        assert unknown.max_batch_size == known.max_batch_size > largest_batch(asked(), machine)
-    assert make_plan(asked(options=(("kv_offload", "auto"),)), BLOOM, machine).fits
-
-
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
 def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
     """Holds also where all rows but one would not fit. The cause is the buffers that one row in transit needs."""

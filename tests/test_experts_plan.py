@@ -18,14 +18,13 @@ from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import CHUNK_BYTES, OptionError, parse_options
+from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.plan.times import RATES, Efficiency, Timing, shipped
-from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import read
 from zinfer.record.study import Hits, Study, Touched
@@ -275,27 +274,6 @@ def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
             Effective.model_validate(fields)
 
 
-def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "50%"]
-
-    def source(*more: str) -> str:
-        return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
-
-    evenly = "as if tokens chose evenly (`zinfer study routing`)."
-    assert f"49% cache hits; predicted {evenly}" in source("--batch-size", "1")
-    study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
-    recorded = f"73% cache hits; predicted by the routing recorded on a book; what it lacks, {evenly}"
-    assert recorded in source("--batch-size", "1")
-    four = source("--batch-size", "4")
-    assert "touches 68% of the experts" in four
-    assert recorded in four
-    rows = json.loads(CliRunner().invoke(cli, [*words, "--batch-size", "1", "--json"]).stdout)
-    assert rows[0]["routing_from"].startswith("predicted by the routing recorded on a book;")
-    assert "cache hits" not in source("--experts", "all", "--batch-size", "1")
-    assert "cache hits" not in source("--batch-size", "16")
-
-
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace and a sweep of one checkpoint: what its steps brought, their record predicts, the trace roughly."""
     monkeypatch.chdir(tmp_path)
@@ -333,21 +311,6 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     by_trace, source = planned()
     assert source.startswith("predicted by the routing recorded on text.txt;")
     assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_trace, even, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("options", "offload", "words"),
-    [
-        ({"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto, all"),
-        ({"experts": "on-demand"}, "nvme", "experts=on-demand .* offload nvme.* choose from auto, all"),
-        ({"experts": "on-demand", "gpus": 2}, "cpu", "experts=on-demand .* gpus=2.* choose from auto, all"),
-        ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
-        ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
-    ],
-)
-def test_contradictions_are_refused(options: Any, offload: Any, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        parse_options("stream", tuple(options.items()), offload)
 
 
 def test_records_of_before_brought_all_experts() -> None:

@@ -142,6 +142,8 @@ def test_the_ending_of_the_output_names_the_format(results: Path, tmp_path: Path
         assert output.read_bytes().startswith(start)
     done = export(results, "-o", tmp_path / "all.csv", "--format", "json")
     assert len(json.loads((tmp_path / "all.csv").read_bytes())) == len(sweep())
+    refused = export(results, "-o", tmp_path / "x.xlsx")
+    assert (refused.exit_code, ".csv" in refused.stderr, (tmp_path / "x.xlsx").exists()) == (2, True, False)
 
 
 def test_files_named_twice_count_once(results: Path) -> None:

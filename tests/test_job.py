@@ -17,7 +17,7 @@ from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_inline, text
 from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
+from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import BatchLine, read_requests
 from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
@@ -78,26 +78,6 @@ def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
     assert progress.passes >= 30
     assert (progress.running, progress.waiting) == (0, 0)
     assert len(job_path(path).read_bytes().splitlines()) == 1
-
-
-def test_a_finished_job_has_nothing_to_do(tmp_path: Path) -> None:
-    path, again = tmp_path / "out.jsonl", InlineRows()
-    run_inline(path, LINES, InlineRows())
-    before = path.read_bytes()
-    run_inline(path, LINES, again)
-    assert again.loads == 0
-    assert path.read_bytes() == before
-
-
-def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
-    path, worker = tmp_path / "out.jsonl", InlineRows()
-    run_inline(path, LINES[:20], InlineRows())
-    more = SETTINGS | {"prompts": "more"}
-    with pytest.raises(JobChanged, match="prompts: abc -> more"):
-        run_inline(path, [LINES[25], *LINES], worker, settings=more)
-    progress = run_inline(path, [LINES[25], *LINES[:25], *LINES[26:]], worker, settings=more, force=True)
-    assert progress.rows == 10
-    assert texts(path) == EXPECTED
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -200,24 +180,6 @@ def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -
     assert made > 0
     assert progress.tokens == sum(range(1, 31)) - answered - made
     assert b"tokens" not in job_path(path).read_bytes()
-
-
-def test_tokens_are_saved_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "SAVE_S", 0.0)
-    path, worker, calls = tmp_path / "out.jsonl", InlineRows(), []
-
-    def die(called: str) -> None:
-        calls.append(called)
-        if len(calls) == 12:
-            raise MemoryError
-
-    worker.before = die
-    with pytest.raises(MemoryError):
-        run_inline(path, LINES, worker, max_rows=4)
-    with Ledger.open(path, SETTINGS, 7) as ledger:
-        assert sum(map(len, ledger.made.values())) > 10
-    run_inline(path, LINES, InlineRows(), max_rows=2)
-    assert texts(path) == EXPECTED
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.slow)])

@@ -351,16 +351,6 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     assert set(steps) == ({4} if storage == "int8" else set()), "keys of all micro-batches at once"
 
 
-def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    others: dict[str, dict[str, Any]] = {
-        "8 bits in host memory are int8; choose from auto, bf16, int8": {"kv_cache_dtype": "fp8"},
-        "the CPU attends to 8 bits": {"kv_cache_dtype": "int8", "kv_attention": "gpu"},
-    }
-    for words, other in others.items():
-        with pytest.raises(OptionError, match=words):
-            load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", **other)
-
-
 def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
     """Blocks of all sizes reuse free memory, however it was cut before."""
     pool = HostPool(pin=False)

@@ -128,18 +128,3 @@ def test_a_build_for_cpus_lacks_what_cuda_alone_needs(name: str, gone: str, tmp_
     (torch,) = re.findall(r'whl/cpu (".*")', recipe)
     shown = subprocess.run(["/bin/sh", "-c", f"echo {torch}"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout == f"torch=={version}\n"
-
-
-def test_the_project_has_one_home() -> None:
-    """A change of the home changes setup.cfg and SECURITY.md together; the oldest versions tried are those promised."""
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    home = setup["metadata"]["url"]
-    links = [line.partition(" = ")[2] for line in setup["metadata"]["project_urls"].split("\n") if line]
-    assert len(links) >= 4
-    assert all(link.startswith(f"{home}/") for link in links)
-    assert f"<{home}/security/advisories/new>" in (ROOT / "SECURITY.md").read_text()
-    oldest = {request.name: min(part.version for part in request.specifier) for request in asked("engines", "dev")}
-    tried = (ROOT / "CONTRIBUTING.md").read_text().split("## Tested with")[1].split("\n## ")[0]
-    for name in ("torch", "triton", "transformers"):
-        assert re.search(rf"\| {re.escape(oldest[name])}[.+\d]", tried), f"{name} {oldest[name]} was not tried"

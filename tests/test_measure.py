@@ -188,14 +188,6 @@ def test_repeats_stop_when_enough() -> None:
     assert engine.calls.count("timeline") == len(samples.timeline) == 1
 
 
-def test_a_trace_that_fails_is_left_out_and_everything_else_stays() -> None:
-    engine, samples = Metronome(), Samples()
-    engine.raise_at = 8
-    run(engine, samples, repeats=1)
-    assert engine.calls[-1] == "timeline"
-    assert (samples.status, len(samples.ttft_ms), samples.timeline) == ("ok", 1, ())
-
-
 def test_a_wrong_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, samples = Metronome(), Samples()
     for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):

@@ -33,7 +33,7 @@ from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, LoadFormat, Offload, Workload
-from zinfer.core.engine import OptionError, conflict, resolve_options
+from zinfer.core.engine import OptionError, resolve_options
 from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
@@ -536,23 +536,6 @@ def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) 
     assert effective.settings["host_layers"] == 1
     assert effective.nvme_bytes_per_step == effective.nvme_weight_bytes * 15 / 16
     assert not list(drive.iterdir())
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "gpus=2 does not go with offload nvme": {"offload": "nvme", "gpus": 2},
-    "experts=on-demand does not go with offload nvme": {"offload": "nvme", "experts": "on-demand"},
-    "host_weights=40% does not go with offload cpu": {"offload": "cpu", "host_weights": "40%"},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_line(message: str) -> None:
-    options = dict(REFUSED[message])
-    offload: Offload = options.pop("offload")
-    line = conflict("stream", resolve_options("stream", options), offload)
-    assert line is not None
-    assert line.startswith(message)
-    assert "\n" not in line
 
 
 def test_shares_of_host_memory_are_checked() -> None:

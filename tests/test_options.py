@@ -73,24 +73,34 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "offload", "words"),
+    ("engine", "options", "offload", "words"),
     [
-        ({"kv_cache_dtype": "fp8", "kv_offload": "cpu"}, "cpu", "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
-        (
-            {"kv_cache_dtype": "int8", "kv_offload": "cpu", "kv_attention": "gpu"},
-            "cpu",
-            "kv_attention=gpu .*kv_cache_dtype=int8 .* choose from auto, cpu",
-        ),
-        ({"kv_attention": "gpu"}, "none", "kv_attention=gpu .* needs offload cpu; choose from auto, cpu"),
+        ("stream", {"kv_cache_dtype": "fp8", "kv_offload": "cpu"}, "cpu",
+         "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
+        ("stream", {"kv_cache_dtype": "int8", "kv_offload": "cpu", "kv_attention": "gpu"}, "cpu",
+         "kv_attention=gpu .*kv_cache_dtype=int8 .* choose from auto, cpu"),
+        ("stream", {"kv_attention": "gpu"}, "none", "kv_attention=gpu .* needs offload cpu; choose from auto, cpu"),
+        ("stream", {"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto"),
+        ("stream", {"experts": "on-demand"}, "nvme", "experts=on-demand does not go with offload nvme"),
+        ("stream", {"experts": "on-demand", "gpus": 2}, "cpu", "experts=on-demand does not go with gpus=2"),
+        ("stream", {"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from"),
+        ("stream", {"gpus": 2}, "none", "gpus=2 does not go with offload none"),
+        ("stream", {"gpus": 2}, "nvme", "gpus=2 does not go with offload nvme"),
+        ("stream", {"host_weights": "40%"}, "cpu", "host_weights=40% does not go with offload cpu"),
+        ("deepspeed", {"gpus": 2}, "none", "gpus=2 does not go with offload none"),
+        ("deepspeed", {"gpus": 2}, "nvme", "gpus=2 does not go with offload nvme"),
     ],
-)
-def test_contradictions_are_refused_before_a_process_starts(options: Any, offload: Offload, words: str) -> None:
-    asked = case(offload=offload, **options)
-    with pytest.raises(OptionError, match=words):
-        parse_options("stream", asked.options, offload)
+)  # fmt: skip
+def test_contradictions_are_refused_before_a_process_starts(
+    engine: str, options: Any, offload: Offload, words: str
+) -> None:
+    asked = case(engine, offload, **options)
+    with pytest.raises(OptionError, match=words) as refused:
+        parse_options(engine, asked.options, offload)
+    assert "\n" not in str(refused.value)
     plan = make_plan(asked, resolve.resolve("opt-30b", None, None), machines.load("h100-80gb"))
     assert not plan.fits
-    assert plan.why_not == conflict("stream", asked.options, offload)
+    assert plan.why_not == conflict(engine, asked.options, offload)
 
 
 def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:

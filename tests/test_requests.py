@@ -31,7 +31,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.request import GREEDY, Request, Sampling
 from zinfer.core.requests import LengthDistribution, Lengths, RequestLoad
-from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
+from zinfer.job.recipe import RecipeError, Sweep, make_sweep
 from zinfer.job.requests import request_sets
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
@@ -39,8 +39,6 @@ from zinfer.plan.planner import make_plan
 from zinfer.record.export import request_table
 from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSample
 from zinfer.record.store import Header, Records, Store, read
-from zinfer.report import requests as report_requests
-from zinfer.report.document import Table
 from zinfer.system.documents import DocumentError
 from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
@@ -742,30 +740,6 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
     assert invoke(*words, "--resume").stderr.count("[recorded]") == 2
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
-
-
-def test_tables_tell_the_source_of_requests_in_the_caption_or_where_there_are_several_in_each_row() -> None:
-    single, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
-    other = request_point(requests=RequestLoad(source="lognormal:20,3", requests=3, in_flight=2))
-    _, _, rates, *_ = report_requests.section([single, few])
-    assert isinstance(rates, Table)
-    assert "requests of fixed:20, 3," in rates.caption
-    assert [row.cells[1:3] for row in rates.rows] == [("3", "2 in flight"), ("3", "1 in flight")]
-    _, _, rates, *_ = report_requests.section([single, other])
-    assert isinstance(rates, Table)
-    assert "fixed" not in rates.caption
-    assert [row.cells[1] for row in rates.rows] == ["3 of fixed:20, 3", "3 of lognormal:20, 3"]
-
-
-def test_the_recipe_of_chats_has_equal_rows_of_the_same_means() -> None:
-    wanted = make_sweep(read_toml(sweep_recipe("chats")), "chats")
-    (chats,) = request_sets(wanted)
-    assert wanted.rounds == 3
-    assert (len(chats.requests), chats.load.in_flight) == (1000, "auto")
-    assert max(request.input_len for request in chats.requests) <= 1500
-    assert max(request.output_len for request in chats.requests) <= 400
-    assert list(wanted.lengths()) == [(245, 106)]
-    assert chats.mean_lengths == pytest.approx((245, 106), rel=0.05)
 
 
 def test_a_plan_of_requests_has_their_mean_lengths(tmp_path: Path) -> None:

@@ -69,21 +69,6 @@ def test_a_preempted_array_measures_what_one_process_measures(folder: Path, clus
     assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
 
-def test_a_cancelled_job_is_named_and_resumed(folder: Path, cluster: dict[str, str]) -> None:
-    process = start(folder, cluster)
-    wait_for_points(folder, 3)
-    job = (folder / "out.jsonl.cluster" / "job.id").read_text()
-    subprocess.run(["scancel", "--signal=KILL", f"{job}_1"], env=cluster, check=True)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 3, stderr
-    assert "shards 1/2 did not end" in stderr
-    assert 3 <= len(measured(folder)) < len(WHOLE)
-    done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
-    assert done.returncode == 0, done.stderr
-    assert sorted(measured(folder)) == sorted(WHOLE)
-    assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
-
-
 def test_resume_takes_over_from_a_command_that_was_killed(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
     wait_for_points(folder, 3)

@@ -78,15 +78,6 @@ def test_verbs_cut_nothing(words: list[str], width: int, monkeypatch: pytest.Mon
     assert "…" not in done.stdout
 
 
-def test_best_and_plan_show_prefill_and_decode_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    measured = CliRunner().invoke(cli, ["best", str(RECORDS / "dense-peers.jsonl")]).stdout
-    planned = CliRunner().invoke(cli, ["plan", "-m", "opt-30b", "--machine", "h100-80gb"]).stdout
-    for text in (measured, planned):
-        for name in ("tok/s", "TTFT", "TPOT", "prefill tok/s", "decode tok/s"):
-            assert name in text
-
-
 class Screen(io.StringIO):
     """A terminal."""
 

@@ -16,9 +16,7 @@ from tests.test_continuous import greedy as alone
 from tests.test_parity import BATCHES, MACHINE, greedy, load, reference
 from tests.test_team_ways import followers, gone
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Offload, Workload
-from zinfer.core.engine import OptionError, parse_options, resolve_options
-from zinfer.engine import EngineError
+from zinfer.core.case import Case, Workload
 from zinfer.engine.base import Engine
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan import placement
@@ -70,18 +68,6 @@ def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Check
     for output, limit in zip(outputs, limits, strict=True):
         assert (output.error, output.output_ids) == (None, alone(single, output.prompt_ids, limit)), output.key
     single.close()
-
-
-def test_a_second_one_in_the_process_is_refused(team: Engine, checkpoint: Checkpoints) -> None:
-    with pytest.raises(EngineError, match="engine deepspeed is alone in its process"):
-        load("deepspeed", checkpoint("bloom"), "cpu", Path())
-    assert alone(team, [5, 9, 11], 3)
-
-
-@pytest.mark.parametrize("offload", ["none", "nvme"])
-def test_other_offloads_are_refused(offload: Offload) -> None:
-    with pytest.raises(OptionError, match=f"gpus=2 does not go with offload {offload}"):
-        parse_options("deepspeed", resolve_options("deepspeed", {"gpus": 2}), offload)
 
 
 @pytest.mark.slow

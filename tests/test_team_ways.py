@@ -16,7 +16,7 @@ from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import OptionError, parse_options, resolve_options
+from zinfer.core.engine import OptionError, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
@@ -170,10 +170,6 @@ def test_a_worker_that_is_killed_leaves_no_rank(checkpoint: Checkpoints) -> None
 
 
 def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    with pytest.raises(OptionError, match="gpus=2 does not go with offload none"):
-        parse_options("stream", resolve_options("stream", {"gpus": 2}), "none")
-    with pytest.raises(OptionError, match="experts=on-demand does not go with gpus=2"):
-        parse_options("stream", resolve_options("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
     with pytest.raises(OptionError, match="engine accelerate has no option 'gpus'"):
         resolve_options("accelerate", {"gpus": 2})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -120,11 +120,3 @@ def test_the_busy_link_s_bandwidth_is_that_of_what_crosses_it() -> None:
     assert busy_bandwidth(point(case()), traced()) == pytest.approx(LINK, rel=0.01)
     two = point(case(options=(("gpus", 2),)), effective=effective)
     assert busy_bandwidth(two, STEP) == pytest.approx(0.5e9 / 0.050), "each link carries its part"
-
-
-def test_a_trace_of_many_spans_is_read_in_time_that_grows_with_it() -> None:
-    """20,000 spans; with the square of their number it would take minutes."""
-    count, each = 10_000, 0.1
-    many = spans(*(("copy", 0, nth * each, nth * each + 0.04) for nth in range(count)), ("compute", 0, 0, count * each))
-    assert waits(many).total_ms == pytest.approx(0.06 * count)
-    assert hidden_share(many, "compute") == pytest.approx(0.4)

@@ -20,7 +20,6 @@ from zinfer.generation.tokenizer import Tokenizer
 from zinfer.worker.inline import InlineWorker
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
-Copy = Callable[..., Path]
 
 
 @pytest.fixture

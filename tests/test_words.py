@@ -12,14 +12,6 @@ MAX_WORDS = 12  # of a first sentence
 END = re.compile(r"(?<=[.!?:;])\s")
 RIDDLE = re.compile(r"(Of|What|Where|Those|Whether|How|Why)\b|[a-z]")
 NOUN_PHRASE = re.compile(r"(The|A|An|This|These|One|Every|Each|Its)\b")
-# Names that had a dialect of their own, and what stands for them now: docs/architecture.md has the terms.
-RETIRED = {
-    "trip", "trips", "one_trip", "Sender", "Seat", "Together", "DeviceRoom", "layers_ahead", "hosted", "Hosted",
-    "landed", "lift", "arriving", "meanwhile", "settle", "forget", "beside", "aside", "apart", "Narrow", "widened",
-    "to_the_edge", "to_the_best", "Standing", "RowNews", "Meter", "Letters", "Stripes", "Lines", "Gaps", "regroup",
-    "beat", "told", "found", "setup", "expert_images",
-}  # fmt: skip
-STORED = {("zinfer/commands/doctor.py", "found"), ("zinfer/record/study.py", "told")}  # keys of JSON
 Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -74,24 +66,3 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     functions = [(place, text) for place, node, text in docstrings("zinfer") if not is_value(node)]
     assert len(functions) > 500
     assert [(place, text[:60]) for place, text in functions if NOUN_PHRASE.match(text)] == []
-
-
-def names_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield the names that code defines or assigns, with their lines."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node.lineno
-        elif isinstance(node, ast.arg):
-            yield node.arg, node.lineno
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
-
-
-def test_names_are_standard_terms() -> None:
-    stale = [
-        f"{path}:{line}: {name}"
-        for path, tree in trees("zinfer").items()
-        for name, line in names_of(tree)
-        if name.lstrip("_") in RETIRED and (path, name) not in STORED
-    ]
-    assert stale == []

@@ -26,9 +26,7 @@ from zinfer.core.case import Case, Option, Workload
 from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
-from zinfer.core.request import Request, Sampling, Update
-from zinfer.core.requests import RequestLoad
-from zinfer.core.value import Frozen
+from zinfer.core.request import Request, Sampling
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
@@ -40,7 +38,7 @@ from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
-from zinfer.worker.session import Session, not_as_asked
+from zinfer.worker.session import not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
     BatchStart,

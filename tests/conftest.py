@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -105,23 +104,22 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _engines_are_closed() -> Iterator[None]:
-    """Close the engines that a failed test left open."""
+    """Close all engines that a test has constructed; safe for those that it closed itself."""
     base: Any = sys.modules.get("zinfer.engine.base")  # imported, with torch, only by the files that need it
     if base is None:
         yield
         return
-    construct, opened = base.Engine.__init__, list[weakref.ref[Any]]()
+    construct, opened = base.Engine.__init__, list[Any]()
 
     def constructed(self: Any, *args: Any, **settings: Any) -> None:
-        opened.append(weakref.ref(self))
+        opened.append(self)
         construct(self, *args, **settings)
 
     base.Engine.__init__ = constructed
     yield
     base.Engine.__init__ = construct
-    for reference in reversed(opened):
-        if (engine := reference()) is not None:
-            engine.close()
+    for engine in reversed(opened):
+        engine.close()
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +133,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return save_checkpoint(architecture, tmp_path_factory.mktemp(architecture), hidden_size)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def by_kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what `main` of the test's module saves under Triton's interpreter."""
+    import torch
+
+    from tests.interpreter import interpreted
+
+    path = tmp_path_factory.mktemp("kernel") / "results"
+    interpreted(request.module.__name__, path)
+    return torch.load(path)
 
 
 @pytest.fixture

@@ -370,22 +370,6 @@ def test_the_reference_among_other_settings_is_not_compared_again(
         assert [label(recorded, case) for case in compared(recorded)] == expected
 
 
-def test_an_interrupt_leaves_nothing_behind(folder: Path, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    class Interrupting(InlineWorker):
-        def ask(self, request: Command[Answer]) -> Answer:
-            if isinstance(request, LogitsCompare):
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().ask(request)
-
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    before = sorted(folder.rglob("*"))
-    words = ["--samples", 2, "--input-len", 8, "--output-len", 4]
-    assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 130
-    assert sorted(folder.rglob("*")) == before
-
-
 def test_an_interrupt_keeps_the_settings_that_were_compared(
     folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
@@ -402,10 +386,13 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
+    (scratch := folder / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
     words = ["--kv-cache-dtype", "int8,fp8,bf16", "--samples", 2, "--batch-size", 4, "--input-len", 8]
     result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
     assert result.exit_code == 143
     assert "wrote found.jsonl" in result.stderr
+    assert not list(scratch.iterdir())
     recorded = studies.last(Path("found.jsonl"), "accuracy")
     assert [case.options for case in compared(recorded)] == [(("kv_cache_dtype", "int8"),)]
     failures = [(row.case.options[0][1], row.status, row.error) for row in recorded.of(Failed)]

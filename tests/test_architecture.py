@@ -19,7 +19,7 @@ from zinfer.checkpoint.resolve import from_config, resolve
 from zinfer.checkpoint.source import find
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.core.model import ATTEND_THEMSELVES, ModelError, ModelSpec, check_positions
+from zinfer.core.model import ATTEND_THEMSELVES, ModelError, ModelSpec
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
 from zinfer.plan.planner import make_plan
@@ -191,14 +191,6 @@ def test_a_bare_configuration_is_planned(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
     assert {plan["model"]["num_experts"] for plan in json.loads(result.output)} == {8}
-
-
-def test_lengths_beyond_the_positions_are_refused() -> None:
-    spec = spec_of("gpt2")
-    check_positions(spec, 60, 4)
-    with pytest.raises(ModelError, match=r"--input-len 60 .*--output-len 5 .*\b64 positions of gpt2"):
-        check_positions(spec, 60, 5)
-    check_positions(spec.model_copy(update={"max_position": None}), 10**6, 1)
 
 
 def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:

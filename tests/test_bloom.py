@@ -14,13 +14,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
 from tests import test_ragged
-from tests.opened import engines_closed
 from tests.running import error
 from tests.test_parity import load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.stream import bloom
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 

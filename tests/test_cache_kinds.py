@@ -132,7 +132,6 @@ def test_tokens_are_those_of_transformers(
     engine = load("stream", kind(name), offload, tmp_path, tokens=tokens, **options)  # type: ignore[arg-type]
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(kind(name)))
-    engine.close()
 
 
 @pytest.mark.parametrize("storage", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -171,7 +170,6 @@ def test_8_bits_are_what_the_record_says(
         assert sum(errors) / len(errors) < (0.1 if storage == "int8" else 0.4)
         assert engine.effective().settings["kv_cache_dtype"] == storage
         engine.close()
-    exact.close()
 
 
 def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp_path: Path) -> None:
@@ -222,7 +220,6 @@ def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str,
     assert "another state" in str(engine.cannot_snapshot())
     with pytest.raises(EngineError, match="keeps its cache whole, and knows no padding"):
         prefill(engine, *prompts(LENGTHS), reserve=4)
-    engine.close()
 
 
 @pytest.mark.parametrize("name", ["minimax", "recurrent_gemma"])  # the latter's states are in its modules
@@ -247,7 +244,6 @@ def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: 
     engine = load("stream", directory, "cpu", tmp_path)
     with pytest.raises(EngineError, match="other tokens"):
         prefill(engine, *prompts((13, 13, 13)), reserve=reserve)
-    engine.close()
 
 
 @settings(max_examples=60, deadline=None)

@@ -132,16 +132,6 @@ def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
     assert Row(name="x", tried=1, held=1, struck=1).skipped == 0
 
 
-def test_a_record_says_how_many_cases_did_not_end() -> None:
-    run = Campaign.of([Result("kill-run", 0, struck=1), Result("memory", 0, skipped="x")], 3, 60.0, planned=5000)
-    assert run.left == 4998
-    assert "4998 of 5000 planned cases did not end" in run.table()
-    assert "before 4,998 of 5,000 planned cases had ended" in markdown(run)
-    whole = Campaign.of([Result("kill-run", 0, struck=1)], 3, 60.0, planned=1)
-    assert "planned" not in whole.table() + markdown(whole)
-    assert Campaign.of([], 3, 60.0).left == 0  # of an earlier version, which did not note the number
-
-
 WANTED = {"a": "one two", "b": "three four"}
 
 

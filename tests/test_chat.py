@@ -196,7 +196,6 @@ def test_a_conversation_ends_where_positions_do(
         talk(Inline.around(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
     lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
     assert lengths == [10, 10], "as many as there is room for, and no more"
-    engine.close()
 
 
 def test_an_engine_without_reuse_says_so_and_answers(

@@ -248,7 +248,6 @@ def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
     )
     second = load(resolve(str(tmp_path), "bfloat16"), "safetensors", "none")
     assert torch.equal(greedy(second, (5, 9, 3)), expected)
-    second.close()
 
 
 def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

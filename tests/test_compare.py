@@ -131,15 +131,6 @@ def test_points_are_matched_by_case_and_the_rest_is_listed() -> None:
     assert [point.case.workload.batch_size for point in comparison.only_after] == [8, 64]
 
 
-def test_different_machines_and_versions_are_reported() -> None:
-    newer = timed(STEADY).model_copy(
-        update={"machine": "h200", "versions": {"zinfer": "0.1.0", "torch": "2.13.0", "cuda": "13"}}
-    )
-    comparison = compare([timed(STEADY)], [newer])
-    assert comparison.changes[0].verdict == "same"
-    assert comparison.differences == (("machine", "h100", "h200"), ("cuda", "", "13"), ("torch", "2.11.0", "2.13.0"))
-
-
 def test_engines_are_compared_across_the_axis() -> None:
     ours, theirs = [timed(STEADY)], [timed(SLOWER, engine="deepspeed")]
     assert compare(ours, theirs).changes == ()

@@ -12,7 +12,6 @@ import torch
 from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
-from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.core.case import Workload
@@ -26,7 +25,6 @@ from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

@@ -301,17 +301,6 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     assert rates(machine.model_copy(update={"host_bandwidth": None}), 50e9, 1.0) == (0.5, 1.0)
 
 
-def test_a_value_in_8_bits_keeps_the_cpu_nearly_as_long_as_one_in_16() -> None:
-    """Memory gives half the bytes; the rate of the cores, measured in 16 bits, is one of values."""
-    machine = linked(50e9).model_copy(update={"attention_bandwidth": 50e9, "host_bandwidth": 120e9})
-    full = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    quantized = full.model_copy(update={"kv_ratio": 0.5})
-    bf16, int8 = (step(placement, BLOOM, machine, 200, 528).limits for placement in (full, quantized))
-    kv = BLOOM.kv_bytes(200, 528)
-    assert bf16["cpu attention"] - int8["cpu attention"] == pytest.approx((1 - RATES.eight_bits) * kv / 50e9, rel=0.02)
-    assert bf16["host memory"] - int8["host memory"] == pytest.approx(kv / 2 / 120e9)
-
-
 def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
     """The share of the cores grows with the rows; all of them attend where fewer would take longer than that."""
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 72e9, "host_bandwidth": 81e9})
@@ -350,26 +339,6 @@ def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
     assert override(seen, "h2d_bandwidth=200GB/s").shared_h2d_bandwidth is None
     assert override(seen, "hbm_bandwidth=200GB/s").shared_h2d_bandwidth == 40e9
     assert override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
-
-
-def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
-    """Attention that stores its scores has memory traffic quadratic in length. BLOOM's is of this kind, unfused."""
-    flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
-    fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
-    limits, fused = (
-        {length: prefill(Placement(eager=eager), BLOOM, fast, 1, length).limits["compute"] for length in flops}
-        for eager in (True, False)
-    )
-    between = {length: limits[length] - seconds for length, seconds in flops.items()}
-    assert all(0.05 * limits[length] < seconds < 0.5 * limits[length] for length, seconds in between.items())
-    assert between[4096] > 5 * between[1024]
-    assert all(fused[length] < 0.95 * limits[length] for length in flops)
-    opt, flat = resolve.resolve("opt-175b", None, None), []
-    for length in (1024, 2048):
-        attention = (RATES.attention_factor - 1) * opt.prefill_attention_flops(1, length)
-        products = (opt.prefill_flops(1, length) + attention) / (0.6 * (H100.matmul_flops or 1))
-        flat.append(prefill(Placement(), opt, fast, 1, length).limits["compute"] - products)
-    assert flat[1] == pytest.approx(2 * flat[0])
 
 
 def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
@@ -427,40 +396,6 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
     kernels = RATES.kernel_s * BLOOM.num_layers
     assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"] + kernels)
-
-
-def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
-    """Coded layers keep the GPU busy, resident ones too. It is busy longer than the link with two others."""
-    kept, layer = 68, BLOOM.layer_bytes
-    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_chunks=-(-layer // CHUNK_BYTES), ring_depth=6,
-                     resident_bytes=kept * layer)  # fmt: skip
-
-    def times(depth: int, batch_size: int = 8, **fields: Any) -> Times:
-        placement = ring.model_copy(update={"ring_depth": depth, **fields})
-        return step(placement, BLOOM, linked(20e9), batch_size, 528, PHYSICS)
-
-    shallow, deep = times(6), times(ring.layer_chunks)
-    kernels = RATES.kernel_s * BLOOM.num_layers
-    on_gpu = deep.limits["unpacking"] + deep.limits["hbm"] + kernels
-    assert seconds(deep) == pytest.approx(max(on_gpu, deep.limits["link"]))
-    each = deep.limits["link"] / 2
-    held = 6 * Sizes(ring, BLOOM).chunk / 20e9 + deep.limits["unpacking"] / 70
-    assert held < each / 2
-    assert seconds(shallow) == pytest.approx(on_gpu + 2 * (each - held), rel=1e-3)
-    assert shallow.bound_by == "link"
-    assert seconds(step(ring, BLOOM, linked(20e9), 8, 528, LIMITS)) <= seconds(deep)
-    none = times(6, resident_bytes=0)
-    assert seconds(none) == pytest.approx(none.limits["link"]), "the ring holds what comes while one layer computes"
-    cached = times(6, batch_size=2, kv_host_share=1.0)  # one copy a layer takes a buffer as well
-    on_gpu = cached.limits["unpacking"] + cached.limits["hbm"] + kernels
-    cache = (cached.limits["link"] - deep.limits["link"]) / 70
-    less = held - Sizes(ring, BLOOM).chunk / 20e9
-    assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
-    ring = ring.model_copy(update={"blocks": True})
-    by_chunks = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    first = whole.limits["link"] / 70  # what the prefill waits for before it computes
-    assert seconds(by_chunks) - seconds(whole) == pytest.approx(2 * (each - held) - first, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])

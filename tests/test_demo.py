@@ -10,7 +10,6 @@ from tests.results import sweep
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
 from zinfer.core.machine import Machine
-from zinfer.job.recipe import make_sweep, read_toml, sweep_recipe
 from zinfer.record.measurement import Measurement
 from zinfer.system.host import slug
 
@@ -38,25 +37,6 @@ def test_what_does_not_hold_is_not_said() -> None:
     assert "NVIDIA H200" in text
     for word in ("random", "no GPU", "cannot pay", "busy"):
         assert word not in text
-
-
-def test_noise_is_said() -> None:
-    noisy = [
-        record.model_copy(
-            update={"ttft_ms": tuple(ms * factor for ms, factor in zip(record.ttft_ms, (1, 20, 2), strict=True))}
-        )
-        for record in sweep()
-        if record.usable
-    ]
-    assert "busy" in explanation(noisy, CPU)
-
-
-def test_the_recipe_is_honest_and_short() -> None:
-    recipe = make_sweep(read_toml(sweep_recipe("demo")), "demo")
-    assert recipe.repeats >= 3
-    assert set(recipe.engine) == {"stream", "deepspeed", "accelerate"}
-    assert set(recipe.offload) == {"none", "cpu"}
-    assert len(recipe.batch_size) >= 3
 
 
 @pytest.mark.long

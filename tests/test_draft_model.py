@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
-from tests.opened import engines_closed
 from tests.test_continuous import alike, begin, greedy, run, sequences, small
 from tests.test_drafts import DRAFTED
 from tests.test_graphs import Rerun, recorder
@@ -32,7 +31,6 @@ from zinfer.generation.drafts import Drafts
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

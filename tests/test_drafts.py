@@ -12,7 +12,6 @@ import torch
 
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
-from tests.opened import engines_closed
 from tests.test_continuous import LOAD, MORE, Words, alike, begin, greedy, keeping, run, sequences, small
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
@@ -27,7 +26,6 @@ from zinfer.generation.sampling import choose
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tuning import DRAFTS
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

@@ -126,7 +126,6 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
     assert settings["experts"] == "on-demand"
     assert settings["cached_experts"] > 0
     assert settings["experts_hits_per_step"] > 0 < settings["experts_fetched_per_step"]
-    loaded.close()
 
 
 @pytest.fixture
@@ -170,7 +169,6 @@ def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: Non
     effective = loaded.effective()
     assert effective.wire_bytes_per_step == 0
     assert effective.gpu_weight_bytes > effective.host_weight_bytes * before / 32
-    loaded.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
@@ -181,7 +179,6 @@ def test_micro_batches_decode_together(name: str, mixture: Kinds, queued: None) 
     test_ragged.check(loaded, None)
     loaded._ragged.able = False  # each micro-batch has a pass of its own: a layer is called several times in a pass
     test_ragged.check(loaded, False)
-    loaded.close()
 
 
 def test_rows_with_their_cache_in_host_memory(mixture: Kinds, queued: None) -> None:
@@ -189,7 +186,6 @@ def test_rows_with_their_cache_in_host_memory(mixture: Kinds, queued: None) -> N
     for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
         loaded.clear()
-    loaded.close()
 
 
 def no_room(*_: object) -> None:
@@ -213,7 +209,6 @@ def test_a_lack_of_memory_leaves_an_engine_that_works(
             with pytest.raises(torch.OutOfMemoryError):
                 loaded._pool.resize(3, 3)
     assert all(torch.equal(*step) for step in zip(steps(loaded), expected, strict=True))
-    loaded.close()
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
@@ -272,8 +267,6 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
         for block in pool.layers[1].blocks.values():
             poison = [(part.view(torch.uint8) == 255).all() for part in block.view(pool.layer_buffer)]
             assert [number for number in range(8) if not poison[number]] == [3]
-    loaded.close()
-    expected.close()
 
 
 def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
@@ -302,7 +295,6 @@ def test_the_timeline_tells_chosen_experts_apart(mixture: Kinds, waiting: None) 
         assert all(span.carries is None for span in spans if span.lane != "copy")
         assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
     assert copies == {(None, True), (None, False), ("expert", True), ("expert", False)}
-    loaded.close()
 
 
 def test_models_without_such_experts_are_refused_or_streamed_whole(
@@ -320,7 +312,6 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
         loaded.close()
     loaded = load(mixture("mixtral"), "auto")
     assert loaded.effective().settings["experts"] == "on-demand"
-    loaded.close()
 
 
 def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:

@@ -188,15 +188,6 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     assert placement.ring_depth == 2 * placement.layer_chunks
 
 
-def test_the_table_says_which_experts_come() -> None:
-    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "0%"]
-    shown = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--experts", "all,auto"]).output
-    text = " ".join(shown.split())
-    assert "stream cpu gpu-weights=0% experts=all, batch 1: all experts come in every step." in text
-    on_demand = "experts on demand; a step touches 25% of the experts and brings 16.9 GB; passes of 9 tokens or more"
-    assert f"stream cpu gpu-weights=0%, batch 1: {on_demand} bring all;" in text
-
-
 def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
     rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=64, hits=0.6)
     base: dict[str, Any] = {

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 from tests.checkpoints import save_config
-from tests.interpreter import interpreted
 from tests.running import error
 from tests.test_codec import compile_for_h100
 from tests.test_experts import MIXTURES, load, steps
@@ -54,15 +53,6 @@ def call(module: Any, tokens: int, dtype: torch.dtype, each: int = 2) -> tuple[T
     # The router of Mixtral gives weights in float32, those of others are in the type of the states.
     weights = chosen.values if type(module).__name__.startswith("Mixtral") else chosen.values.to(dtype)
     return states, chosen.indices, weights
-
-
-@pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("few") / "results"
-    interpreted(__name__, path)
-    results: dict[str, Any] = torch.load(path)
-    return results
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -12,10 +12,8 @@ from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.quantization import scheme
 from zinfer.checkpoint.quantized_tensors import Quantization
 from zinfer.core.case import Case, Workload
-from zinfer.core.machine import Machine
 from zinfer.core.model import Matrix, ModelError, Weights
 from zinfer.job.recipe import RecipeError, make_sweep
-from zinfer.plan.planner import make_plan
 from zinfer.record.measurement import Measurement
 
 UP = Matrix("mlp.up_proj", 512, 256)
@@ -94,21 +92,6 @@ def test_formats_of_zinfer_count_codes_and_scales(weights: Weights, bits: float)
     assert quantized.fp8_ratio == pytest.approx(0.5 if weights == "fp8" else 0.0, rel=2e-3)
     assert quantized.with_dtype("float32").fp8_ratio == quantized.fp8_ratio / 2
     assert (plain.fp8_ratio, resolve.as_released(quantized).fp8_ratio) == (0.0, 0.0)
-
-
-def test_a_plan_counts_fp8_codes_as_they_are_coded() -> None:
-    case = Case(
-        model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=8, output_len=4),
-        options=(("weight_codec", "lossless"),),
-    )  # fmt: skip
-    machine = Machine(name="m", source="measured", host_bytes=1 << 40, nvme_bytes=0)
-    spec = resolve.resolve("bloom-176b", weights="fp8")
-    placement = make_plan(case, spec, machine).placement
-    assert placement.wire_ratio == placement.kept_ratio == pytest.approx(0.83 / 2, rel=2e-3)
-    raw = make_plan(case.model_copy(update={"options": (("weight_codec", "none"),)}), spec, machine).placement
-    assert raw.wire_ratio == 1.0
-    spec = resolve.resolve("bloom-176b", weights="int8")
-    assert make_plan(case, spec, machine).placement.wire_ratio == spec.stored_ratio
 
 
 @pytest.mark.torch

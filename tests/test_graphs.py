@@ -14,7 +14,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import passes, test_continuous, test_drafts, test_ragged
 from tests import test_cache_kinds as kinds
-from tests.opened import engines_closed
 from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
 from zinfer.core.model import Dtype
@@ -24,7 +23,6 @@ from zinfer.engine.stream.graphs import TUNED, Run, end_of
 from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.plan.planner import make_plan
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,6 @@ from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import make_plan
-from zinfer.record.jsonl import StoreError
 from zinfer.worker.process import Worker
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped
@@ -134,25 +132,6 @@ def test_a_load_that_fails_answers_nothing(tmp_path: Path) -> None:
         run_inline(path, LINES, worker)
     assert texts(path) == {}
     assert worker.closed >= 1
-
-
-def test_a_full_disk_ends_the_job_with_what_is_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, worker = tmp_path / "out.jsonl", InlineRows()
-    add = Ledger.add
-
-    def full(ledger: Ledger, records: Any) -> None:
-        if len(ledger.done) > 9:
-            raise StoreError("cannot write out.jsonl: No space left on device; the records in it are kept")
-        add(ledger, records)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "add", full)
-        with pytest.raises(StoreError, match="No space left"):
-            run_inline(path, LINES, worker, max_rows=4)
-    assert worker.closed >= 1
-    assert 9 < len(texts(path)) < 30
-    run_inline(path, LINES, InlineRows())
-    assert texts(path) == EXPECTED
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

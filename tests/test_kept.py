@@ -18,7 +18,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kv_snapshot import RowsPast
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 

@@ -12,7 +12,6 @@ import torch
 
 from tests import passes
 from tests.grid import covering
-from tests.opened import engines_closed
 from tests.running import decode, prefill
 from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
@@ -31,7 +30,6 @@ from zinfer.generation.sequence import Sequence
 from zinfer.system.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 

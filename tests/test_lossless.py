@@ -175,16 +175,6 @@ def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (5, "Error: this needs torch: pip install 'zinfer[engines]'\n")
 
 
-def test_the_table_has_a_line_for_each(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    result = invoke(file)
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
-    lines = [line for line in lines if line]
-    assert [line[0] for line in lines[:2]] == [codec.DRAWN, "small-1.5"]
-    assert lines[0][2:4] == [f"{study.last(Path(), 'codec').of(Coded)[0].ratio:.1%}", "65.9%"]
-    assert "measuring gaussian" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("decode", "gain", "verdict"), [(8e11, 2.0, "yes, 2.00x"), (7.5e10, 1.5, "yes, 1.50x"), (4e10, 0.8, "no, too slow")]
 )
@@ -194,12 +184,6 @@ def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, ver
     assert row.decode is not None
     assert gain_of(row, measured.link or 0) == pytest.approx(gain)
     assert pays(row, measured.link or 0) == verdict
-
-
-def test_cells_are_text_with_units() -> None:
-    assert show(codec_run("gaussian")).cells == [
-        ("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")
-    ]
 
 
 def test_the_report_shows_the_codec(tmp_path: Path) -> None:

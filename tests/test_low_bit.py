@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from tests import test_continuous, test_drafts, test_quantized
 from tests.grid import covering
-from tests.interpreter import interpreted
 from tests.running import error
 from tests.test_codec import compile_for_h100
 from tests.test_experts import queued as queued  # the fixture
@@ -295,7 +294,6 @@ def test_layers_that_come_and_go_give_the_same_tokens(
         assert engine._products.nbytes == sum(len(matrices) for matrices in made_of.values())
         held = [engine._ring._resident[index].nbytes for index in made_of]
         assert all(size < engine._ring.layers[0].size / 2 for size in held), "codes are held once"
-    engine.close()
 
 
 def test_layers_read_from_their_codes_are_not_kept_unpacked(
@@ -308,7 +306,6 @@ def test_layers_read_from_their_codes_are_not_kept_unpacked(
     engine.place(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
     assert torch.equal(run(engine), expected)
     assert not engine._ring.unpacked
-    engine.close()
 
 
 def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
@@ -326,7 +323,6 @@ def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
     inside = {name for name, place in places.items() if 0 <= place < held.nbytes}
     assert "self_attn.q_proj.weight" in inside
     assert inside == set(layer.in_place) == {name for name in parameters if not name.endswith("_proj")}
-    engine.close()
 
 
 def test_every_matrix_of_bloom_is_read_from_its_codes(checkpoint: Callable[..., Path], kernel: Kernel) -> None:
@@ -402,7 +398,6 @@ def test_recorded_steps_compute_from_codes(
     assert status(engine) == "on"
     assert recorder.replayed > 0
     assert torch.equal(tokens, expected)
-    engine.close()
 
 
 def test_a_recorded_layer_unpacks_what_its_call_unpacks(
@@ -434,7 +429,6 @@ def test_a_recorded_layer_unpacks_what_its_call_unpacks(
     assert recorded == [index not in streamed for index in range(len(engine._layers))] * (
         len(recorded) // len(engine._layers)
     )
-    engine.close()
 
 
 def test_rows_with_their_cache_in_host_memory(
@@ -479,15 +473,6 @@ def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_pat
     assert not any(isinstance(parameter, LazyWeight) for parameter in engine.model.parameters())
     greedy(engine, LENGTHS)
     assert status_of(engine) == "no GPU"
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("low_bit") / "results"
-    interpreted(__name__, path)
-    return torch.load(path)
 
 
 def test_an_engine_computes_experts_from_their_codes(by_kernel: Any) -> None:

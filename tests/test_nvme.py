@@ -170,7 +170,6 @@ def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[
     effective = engine.effective()
     assert effective.settings["host_layers"] == 1
     assert effective.nvme_bytes_per_step * 2 == effective.wire_bytes
-    engine.close()
 
 
 def tokens_of_two(wanted: Plan) -> torch.Tensor:
@@ -271,7 +270,6 @@ def test_a_file_that_changes_is_checked_again(models: Callable[[str], Path], dri
     engine.clear()
     os.truncate(written, 5000)
     assert "is cut off" in fault_of(lambda: greedy(engine, (4, 3)))
-    engine.close()
 
 
 @pytest.mark.parametrize("damage", ["cut off", "changed"])
@@ -323,7 +321,6 @@ def test_a_file_system_without_direct_reads_is_read_all_the_same(
     assert torch.equal(greedy(engine, (4, 3)), expected)
     assert engine.effective().settings["disk_reads"].startswith("buffered")
     assert os.POSIX_FADV_DONTNEED in dropped
-    engine.close()
 
 
 class Copying:

@@ -136,7 +136,9 @@ def test_a_long_value_is_shown_in_part() -> None:
         assert len(str(refused.value)) < 100
 
 
-def test_stops_are_few_and_short() -> None:
+def test_messages_are_few_and_stops_are_short() -> None:
+    with pytest.raises(Refused, match="10,001 of them, and at most 10,000"):
+        chat(messages=TALK * 10_001)
     assert text(stop=["x" * 1000] * 16).stop == ("x" * 1000,) * 16
     for stop in (["x"] * 17, ["x" * 1001]):
         with pytest.raises(Refused, match="at most 16 texts of 1,000 characters"):

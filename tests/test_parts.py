@@ -192,10 +192,6 @@ def test_a_shard_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     assert [point.status for point in read(output).points] == ["ok", "cancelled"] + ["ok"] * (2 * LOADS - 1)
 
 
-def lose(output: Path) -> None:
-    part(output, 3, 3).unlink()
-
-
 def swap(output: Path) -> None:
     part_1, other = part(output, 1, 3), part(output, 2, 3)
     first, second = part_1.read_bytes(), other.read_bytes()
@@ -237,23 +233,17 @@ def without_a_start(output: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:-1]))
 
 
-def of_two_splits(output: Path) -> None:
-    measure(PLAN, output, Stamped(5), Shard(1, 2))
-
-
 def already_there(output: Path) -> None:
     measure(PLAN.model_copy(update={"rounds": 1}), output, Stamped(5))
 
 
 FAULTS: dict[Callable[[Path], None], str] = {
-    lose: r"lacks 1 of 3 shards: run --shard 3/3",
     swap: r"00001-of-00003\.part is that of shard 2/3",
     cut: r"1 of 3 shards have not ended: .*--shard 2/3",
     garble: r"1 of 3 shards have not ended: .*--shard 2/3",
     of_another_sweep: r"00002-of-00003\.part is a part of another sweep",
     of_other_weights: r"different weights of bloom-tiny",
     without_a_start: r"00002-of-00003\.part does not say which sweep",
-    of_two_splits: r"has shards of 2 and of 3",
     already_there: r"out\.jsonl has points of another sweep: --force",
 }
 

@@ -14,7 +14,6 @@ from transformers import AutoConfig
 from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
-from tests.opened import engines_closed
 from tests.test_parity import load, prompts
 from zinfer.core.case import Offload
 from zinfer.engine import EngineError
@@ -23,7 +22,6 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import Placer
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

@@ -133,14 +133,6 @@ def test_a_spoilt_plan_is_refused(
         planfile.find(key)
 
 
-def test_a_plan_that_fails_half_way_is_not_there(folder: Path, key: PlanKey) -> None:
-    with pytest.raises(ZeroDivisionError), atomic.writing(PLANS / "x.plan") as stream:
-        stream.write(bytes(5 // stream.tell()))
-    assert list(PLANS.iterdir()) == []
-    with pytest.raises(EngineError, match="no plan"):
-        planfile.read(PLANS / "x.plan")
-
-
 @pytest.mark.parametrize("during", ["loading weights", "building engine"])
 def test_a_cancelled_build_leaves_nothing(
     folder: Path, library: Library, spec: ModelSpec, key: PlanKey, during: str

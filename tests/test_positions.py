@@ -42,7 +42,6 @@ def test_padding_that_would_change_the_text_is_refused(name: str, type_name: str
     with pytest.raises(EngineError, match="knows no padding: its prompts must be of one length in a batch"):
         engine.admit(torch.tensor([[0, 1, 1], [1, 1, 1]]), 8)
     engine.retire(engine.admit(torch.ones((2, 3), dtype=torch.long), 8))
-    engine.close()
 
 
 @pytest.mark.parametrize("name", ["bart", "deepseek_v32", pytest.param("mpt", marks=pytest.mark.slow)])
@@ -58,7 +57,6 @@ def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
     done = run(running, [rows[:5], rows[5:]], every=2)
     running.end()
     check(engine, done, limits)
-    engine.close()
 
 
 WHY = {
@@ -84,7 +82,6 @@ def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
     assert running.schedule.tally.passes < without.schedule.tally.passes
     running.end()
     check_answers(done, expected)
-    engine.close()
 
 
 def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds, tmp_path: Path) -> None:
@@ -97,7 +94,6 @@ def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds, tmp_path: Pa
         engine.rollback(batch, torch.tensor([8, 9]))
     engine.rollback(batch, torch.tensor([9, 9]))
     assert batch.length == 9
-    engine.close()
 
 
 def test_a_row_whose_drafts_were_given_up_goes_on_drafting() -> None:

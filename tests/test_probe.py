@@ -160,14 +160,6 @@ def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.Mo
     assert copies == [1, 1, 3]
 
 
-@pytest.mark.torch
-def test_sampling_stops_when_it_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "BUDGET_S", 0.0)
-    assert probe._rates(lambda: None, 10, lambda work: 2.0, repeats=9) == [5.0]
-    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
-    assert probe._rates(lambda: None, 10, lambda work: 2.0, repeats=3) == [5.0] * 3
-
-
 @pytest.mark.parametrize(
     ("devices", "cpu", "name"),
     [

@@ -11,7 +11,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import passes
 from tests import test_cache_kinds as kinds
-from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
 from zinfer.engine import EngineError
@@ -19,7 +18,6 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import attention
 from zinfer.engine.stream.kv import cpu_kernel
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

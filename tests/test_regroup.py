@@ -10,14 +10,12 @@ import torch
 from tests import passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
-from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 
-assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture

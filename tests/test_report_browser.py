@@ -13,13 +13,14 @@ from tests import mentions
 from tests.browser import CHROMIUM, Browser, browsing
 from tests.grid import covering
 from tests.results import case, point, sweep
-from tests.test_report import HOSTILE, WHOLE, invoke, store
+from tests.test_report import WHOLE, invoke, store
 from zinfer.record.measurement import Measurement
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 400)
+HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
 
 # Texts whose contrast with the colour behind them is below WCAG's 4.5.
 FAINT = """

@@ -295,20 +295,6 @@ def test_wrong_distributions_are_refused_in_one_line(text: str) -> None:
     assert len(str(refused.value)) < 400
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path, measured: Measure) -> None:
-    point, _ = measured(load(in_flight=4))
-    other, _ = measured(load(request_rate=0.5))
-    with Store.open(tmp_path / "r.jsonl") as store:
-        store.append_header(Header(machine="test"))
-        for record in (point, other, point):
-            store.append(record)
-    records = read(tmp_path / "r.jsonl")
-    assert records.requests == (point, other, point)
-    assert (records.points, records.damaged) == ((), ())
-    line = (tmp_path / "r.jsonl").read_bytes().splitlines()[1]
-    assert len(line) < 4000, "samples are compact"
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

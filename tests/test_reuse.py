@@ -10,9 +10,8 @@ from click.testing import CliRunner
 from tests import mentions
 from tests.command import zinfer
 from tests.results import kept_point as point
-from tests.results import reuse_run as run
 from tests.test_parity import load
-from zinfer.analysis.study import break_even, latest, measured, show, title, verdict
+from zinfer.analysis.study import break_even, measured, verdict
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
 from zinfer.record import study
@@ -49,32 +48,6 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
     assert words is None or str(verdict(points, "memory")).endswith(words)
 
 
-def test_of_runs_of_one_load_the_last_counts(tmp_path: Path) -> None:
-    path = tmp_path / "reuse.jsonl"
-    for record in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1), point(32, 1, 1))):
-        study.append(path, record)
-    runs = study.read(path, "reuse").runs
-    assert [(record.asked.offload, len(record.rows)) for record in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
-    assert [(record.asked.offload, len(record.rows)) for record in latest(runs)] == [("cpu", 2), ("none", 0)]
-
-
-def test_cells_are_text_with_units() -> None:
-    sample = point(2048, 1500, 30, disk_ms=(60.0,))
-    assert show(run(sample)).cells[0] == (
-        "2,048",
-        "1.0 MB",
-        "1.5 s",
-        "30 ms",
-        "50.00x",
-        "60 ms",
-        "25.00x",
-        "same",
-        "0.25",
-    )
-    assert len(show(run(sample)).columns) == len(show(run(sample)).cells[0])
-    assert title(run(layers=4)) == "m, 4 of 8 layers, stream cpu"
-
-
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
 def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
@@ -89,7 +62,6 @@ def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_p
     assert 0 <= answer.max_difference < 1e-3
     assert beats == sorted(beats)
     assert beats[-1] == 1
-    engine.close()
 
 
 def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -97,7 +69,6 @@ def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) 
     with pytest.raises(TaskFailed, match="kv_offload=cpu is not kept") as failed:
         InlineWorker.around(engine).ask(PrefixReuse(context=40, new_tokens=8, repeats=1))
     assert failed.value.status == "unsupported"
-    engine.close()
 
 
 def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

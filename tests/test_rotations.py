@@ -3,7 +3,6 @@
 The kernel runs in a process of its own (`tests.interpreter`).
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import interpreted
 from tests.test_norms import model_of
 
 # Parts of a head with angles that the kernel serves. Cohere turns neighbours against each other, BLOOM turns nothing.
@@ -59,19 +57,12 @@ def main(path: Path) -> None:
                 equal,
                 scope.get(FUNCTION) is function,
             ]
-    path.write_text(json.dumps(results))
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("rotations") / "results"
-    interpreted(__name__, path)
-    return json.loads(path.read_text())
+    torch.save(results, path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KINDS)
-def test_rotations_are_found_and_give_the_same(results: Any, name: str, dtype: torch.dtype) -> None:
-    forms, count, equal, restored = results[f"{name}-{dtype}"]
+def test_rotations_are_found_and_give_the_same(by_kernel: Any, name: str, dtype: torch.dtype) -> None:
+    forms, count, equal, restored = by_kernel[f"{name}-{dtype}"]
     assert (set(forms), count, restored) == (KINDS[name] or set(), bool(forms), True)
     assert equal == 3 * len(SHAPES) * count * [True]

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,15 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import PATIENCE_S
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE
 from tests.test_rows import TEMPLATE
 from zinfer.checkpoint.resolve import from_directory
-from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.case import Case, Workload
 from zinfer.engine.stream.engine import Stream
-from zinfer.generation import tokenizer_process, tuning
+from zinfer.generation import tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -191,49 +188,6 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
     bad: Any = [{"role": "bad", "content": ""}]
     with pytest.raises(openai.BadRequestError, match="no such role"):
         client.chat.completions.create(model=NAME, messages=bad)
-
-
-LOOPS = "{% if messages[1:] %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
-
-
-def test_conversations_that_fail_harm_no_other(
-    directory: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A template that loops for some of them: a stream goes on meanwhile, and so do other conversations and prompts."""
-    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
-    monkeypatch.setattr(tokenizer_process, "QUICK_S", 0.2)
-    plan = plan_of(directory)
-    tokenizer = TokenizerProcess(plan.model, ChatTemplate(LOOPS + TEMPLATE))
-    with serving(plan, lambda: InlineWorker(Stream), tokenizer=tokenizer) as server:
-
-        def ask(content: str, *more: str) -> tuple[int, Any]:
-            messages = [{"role": "user", "content": text} for text in (content, *more)]
-            return server.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "temperature": 0})[:2]
-
-        stream = {"prompt": PROMPTS[0], "max_tokens": 1000, "stream": True, "ignore_eos": True}
-        bad: list[tuple[int, Any]] = []
-        threads = [threading.Thread(target=lambda: bad.append(ask("a", "b"))) for _ in range(3)]
-        threads.append(threading.Thread(target=server.ask, args=("/v1/completions", stream)))
-        for thread in threads:
-            thread.start()
-        rendered = reference.tokenizer("[user]hi[assistant]", add_special_tokens=False).input_ids
-        expected = reference.text(reference.greedy(rendered, 3))
-        for _ in range(5):
-            status, answer = ask("hi")
-            assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert [status for status, _ in bad] == [400] * 3
-        for _, answer in bad:
-            assert (answer["error"]["code"], answer["error"]["param"]) == ("invalid_prompt", "messages")
-            assert "more than 1 s of CPU time" in answer["error"]["message"]
-        assert ask("hi")[0] == 200
-        assert server.ask("/health")[0] == 200
-        many = [{"role": "user", "content": "x" * 15000}]
-        status, answer, _ = server.ask("/v1/chat/completions", {"messages": many})
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        status, answer, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "u", "content": ""}] * 10_001})
-        assert (status, answer["error"]["code"]) == (400, "invalid_value")
 
 
 def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def _read(stream: IO[str], lines: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again(folder: Path, checkpoint: Checkpoints) -> None:
-    """A request under way is answered by the next worker; the idle server uses no time; SIGTERM lets one end."""
+    """A request under way is answered by the next worker; SIGTERM lets one end."""
     with process(folder, "-m", str(checkpoint("llama")), "--offload", "cpu") as server:
         whole = BODY | {"ignore_eos": True}
         expected = ask(server.port, "/v1/completions", whole | {"max_tokens": 1500})[1]["choices"]
@@ -207,15 +207,6 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path, checkpoint: Chec
         assert (answers[0][0], answers[0][1].get("choices")) == (200, expected), server.lines
         assert server.said("killed by SIGKILL") == 1, server.lines
         assert server.said("serving") == 2
-
-        stat = Path(f"/proc/{server.process.pid}/stat")
-
-        def ticks() -> int:
-            return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13]))
-
-        before = ticks()
-        time.sleep(2)
-        assert ticks() - before <= 10
 
         thread = request(1000)
         time.sleep(0.3)

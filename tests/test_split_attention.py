@@ -15,7 +15,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from tests import test_cache_kinds as kinds
 from tests import test_graphs
 from tests.checkpoints import ARCHITECTURES, save_config
-from tests.interpreter import interpreted
 from tests.running import decode, error, prefill
 from tests.test_codec import compile_for_h100, need_triton
 from tests.test_parity import load

@@ -266,7 +266,6 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
     assert torch.equal(loaded.model.get_output_embeddings().weight, head)  # type: ignore[attr-defined]
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
-    loaded.close()
 
 
 def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:

@@ -361,8 +361,6 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     assert plain.wire_bytes_per_step == plain.streamed_bytes_per_step == pytest.approx(held, rel=0.02)
     assert (actual.wire_bytes_per_step or 0) < 0.8 * actual.streamed_bytes_per_step
     assert actual.host_weight_bytes == pytest.approx(actual.wire_bytes_per_step, rel=0.02)
-    coded.close()
-    raw.close()
 
 
 @pytest.mark.parametrize(
@@ -394,8 +392,6 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
         assert loaded._ring is not None
         loaded._ring.keep([])  # they are nowhere else
         assert loaded.effective().settings["resident_layers"] == resident
-    loaded.close()
-    plain.close()
 
 
 @pytest.mark.parametrize("share", ["0%", "25%", "50%", "100%", "auto"])
@@ -430,8 +426,6 @@ def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
         kept_bytes = (sizes.stays - sizes.kept_unpacked) * ratio + sizes.kept_unpacked
         assert actual.gpu_weight_bytes == pytest.approx(kept_bytes + loaded.plan.model.other_bytes, rel=0.005)
     assert len(placement.unpacked_layers) == len(placement.resident_layers) == stay
-    loaded.close()
-    plain.close()
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral"])
@@ -450,7 +444,6 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     before = ring.bytes_copied
     prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
     assert ring.bytes_copied - before == sum(piece.size for layer in ring.layers for piece in layer.chunks)
-    engine.close()
 
 
 def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -460,8 +453,6 @@ def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Pat
     for ours, theirs in zip(tokens(coded), tokens(plain), strict=True):
         assert torch.equal(ours, theirs)
     assert coded.effective().wire_bytes_per_step == plain.effective().wire_bytes_per_step
-    coded.close()
-    plain.close()
 
 
 def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -476,7 +467,6 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     assert isinstance(engine, Stream)
     assert engine._ring is not None
     assert engine._ring._trace is None
-    engine.close()
 
 
 @pytest.mark.parametrize(

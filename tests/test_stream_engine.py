@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fake_stores import LAYER, FakePool, FakeStream, fake_stream
-from tests.opened import engines_closed
 from tests.test_parity import MACHINE, load
 from zinfer.core.case import Offload, Workload
 from zinfer.engine.base import Work
@@ -20,7 +19,6 @@ from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.weights.ring import PrefetchRing
 
-assert engines_closed  # a fixture of all tests
 Patch = pytest.MonkeyPatch
 Checkpoints = Callable[..., Path]
 CAPACITY = 8  # positions of each row

@@ -23,13 +23,6 @@ RUNS = {
     "routing": routing_run(),
     "reuse": reuse_run(kept_point(8, 1, 1), kept_point(16, 2, 1)),
 }
-# What fields of today were in zinfer 0.1, by study, and the groups of its rows.
-EARLIER = {
-    "codec": ({}, ("rows",)),
-    "accuracy": ({"about": "told", "case": "reference", "text": "prompts"}, ("deviations",)),
-    "reuse": ({"revision": "model_revision"}, ("points",)),
-    "routing": ({"about": "told"}, ("rows",)),
-}
 
 
 @pytest.fixture
@@ -37,17 +30,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "results" / "h100" / "some.jsonl"
 
 
-def earlier(run: Study) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
-    """Return a run as zinfer 0.1 had it: its header, and the name and the content of its rows."""
-    names, (group,) = EARLIER[run.study]
+def earlier(run: Study) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a run of `zinfer study codec` as zinfer 0.1 had it: its header and its rows."""
     fields = json.loads(run.model_dump_json(exclude_none=True, exclude_defaults=True))
-    rows = fields.pop("rows", [])
     del fields["study"]
-    if run.study == "routing":
-        fields |= {"text": fields["text"]["name"], "tokens": fields["text"]["tokens"]}
-    elif "model" in fields:
-        del fields["model"]
-    return {names.get(name, name): value for name, value in fields.items()}, group, rows
+    return fields, fields.pop("rows")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -59,27 +46,6 @@ def test_a_run_is_a_line_and_read_as_it_was_written(name: str, path: Path) -> No
     assert study.last(path, run.study) == run
     kind, fields = unseal(path.read_bytes().splitlines()[1])
     assert (kind, fields["study"], fields["machine"]) == ("study", run.study, "h100")
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_lines_and_documents_of_zinfer_0_1_are_read(name: str, path: Path) -> None:
-    run = RUNS[name]
-    header, group, rows = earlier(run)
-    path.parent.mkdir(parents=True)
-    lines = [seal(f"study.{run.study}", header | {"lines": len(rows)})]
-    lines += [seal(f"study.{run.study}.{group}", row) for row in rows]
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    study.append(path, run)
-    assert study.read(path, run.study) == ((run, run), ())
-    document = path.with_name(f"{run.study}.json")
-    whole = header | {group: rows}
-    if run.study == "reuse":
-        fields = {key: value for key, value in whole.items() if key not in ("machine", "device")}
-        whole = {"machine": run.machine, "device": run.device, "runs": [fields, fields]}
-    document.write_text(json.dumps(whole, indent=1) + "\n")
-    assert study.read(document, run.study) == ((run,) * (2 if run.study == "reuse" else 1), ())
-    with pytest.raises(StoreError, match="JSON document"):
-        study.append(document, run)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,9 +83,9 @@ def test_of_a_run_with_a_damaged_line_nothing_is_taken(path: Path) -> None:
     path.parent.mkdir(parents=True)
     lines: list[bytes] = []
     for names in (("a", "b"), ("c", "d"), ("e",)):
-        header, group, rows = earlier(codec_run(*names))
+        header, rows = earlier(codec_run(*names))
         lines.append(seal("study.codec", header | {"lines": len(rows)}) + b"\n")
-        lines += [seal(f"study.codec.{group}", row) + b"\n" for row in rows]
+        lines += [seal("study.codec.rows", row) + b"\n" for row in rows]
     for nth, (left, count) in {
         0: (["c", "e"], 3),  # a header: its points belong to nobody
         4: (["a", "e"], 3),  # a point, the one after it, and their header
@@ -151,16 +117,6 @@ def test_what_a_study_is_shown_by_is_in_its_record(name: str, lack: str, path: P
     runs, (damage,) = study.read(path, name)
     assert runs == ()
     assert lack in damage.reason
-
-
-def test_a_torn_end_is_cut_off_by_the_next_run(path: Path) -> None:
-    study.append(path, codec_run("a"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"torn')
-    assert study.read(path, "codec").runs == (codec_run("a"),)
-    study.append(path, codec_run("b"))
-    assert path.read_bytes().startswith(whole)
-    assert study.read(path, "codec") == ((codec_run("a"), codec_run("b")), ())
 
 
 @pytest.mark.parametrize(

@@ -324,21 +324,3 @@ def test_a_signal_between_two_points_is_held_back_until_the_next(
     assert [(p.case.workload.batch_size, p.status) for p in points] == [(1, "ok"), (2, "ok"), (4, "cancelled")]
     assert worker.measured == [1, 2]
     assert signal.getsignal(number) is before
-
-
-def test_sigint_records_the_point_as_cancelled(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            run_inline(
-                path, Sweep(model=("fake",), batch_size=(1, 2)), FakeWorker(edge=9, signal_at=(2, signal.SIGINT))
-            )
-        except KeyboardInterrupt:
-            code = 130
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    points = read(path).points
-    assert [(p.case.workload.batch_size, p.status) for p in points] == [(1, "ok"), (2, "cancelled")]

@@ -1,8 +1,6 @@
 """Several ranks of DeepSpeed: the same tokens as one, whatever rows each has, and an end of all where one fails."""
 
-import os
 import resource
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests import PATIENCE_S
 from tests.test_continuous import LOAD, Words, run, sequences, small
 from tests.test_continuous import greedy as alone
-from tests.test_parity import BATCHES, MACHINE, greedy, load, reference
-from tests.test_team_ways import followers, gone
-from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload
+from tests.test_parity import BATCHES, greedy, load, reference
+from tests.test_team_ways import followers, gone, worker_of
 from zinfer.engine.base import Engine
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan import placement
-from zinfer.plan.planner import make_plan
 from zinfer.system.host import peak_bytes
-from zinfer.worker.process import Worker, WorkerDied
+from zinfer.worker.process import WorkerDied
 
 pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
@@ -67,7 +61,6 @@ def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Check
     assert alone(single, prompt, 6) == alike
     for output, limit in zip(outputs, limits, strict=True):
         assert (output.error, output.output_ids) == (None, alone(single, output.prompt_ids, limit)), output.key
-    single.close()
 
 
 @pytest.mark.slow
@@ -76,7 +69,6 @@ def test_four_ranks(name: str, more: dict[str, Any], checkpoint: Checkpoints, tm
     loaded = load("deepspeed", checkpoint(name), "cpu", tmp_path, gpus=4, **more)
     for lengths, expected in zip(BATCHES, reference(checkpoint(name)), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
-    loaded.close()
 
 
 @pytest.mark.slow
@@ -87,35 +79,11 @@ def test_ranks_load_after_a_single_one_in_the_same_process(checkpoint: Checkpoin
         loaded.close()
 
 
-def _worker_of(directory: Path, output_len: int) -> tuple[Worker, Case]:
-    """Return a worker that has loaded two ranks."""
-    case = Case(
-        model=str(directory), engine="deepspeed", offload="cpu", dtype="float32", load_format="dummy",
-        workload=Workload(batch_size=2, input_len=9, output_len=output_len), options=(("gpus", 2),),
-    )  # fmt: skip
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
-    worker = Worker("zinfer.engine.deepspeed:DeepSpeed", timeout_s=PATIENCE_S)
-    worker.load(plan)
-    return worker, case
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
-    worker, case = _worker_of(checkpoint("llama"), 4)
-    assert worker.measure(case, 1, 0.02).status == "ok"
-    (other,) = followers(worker._process.pid)
-    os.kill(other, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"killed by SIGKILL.*the process of GPU 1 ended"):
-        worker.measure(case, 1, 0.02)
-    worker.close()
-    assert gone(other)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_out_of_memory_ends_all_with_that_status(rank: int, checkpoint: Checkpoints) -> None:
     """The other rank waits for it in the middle of a pass."""
-    worker, case = _worker_of(checkpoint("llama"), 400_000)  # a KV cache of hundreds of MB in each rank
+    worker, case = worker_of(checkpoint("llama"), "deepspeed", 400_000)  # a KV cache of hundreds of MB in each rank
     (other,) = followers(worker._process.pid)
     short = (worker._process.pid, other)[rank]
     used = int(Path(f"/proc/{short}/statm").read_text().split()[0]) * resource.getpagesize()

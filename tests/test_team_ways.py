@@ -16,7 +16,7 @@ from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import OptionError, resolve_options
+from zinfer.core.engine import ENGINES, OptionError, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
@@ -92,8 +92,6 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     assert alone.settings["resident_layers"] == shared.settings["resident_layers"] == kept
     assert shared.settings["kv_attention"] == options.get("kv_attention", "gpu")
     assert shared.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
-    team.close()
-    single.close()
 
 
 @pytest.mark.slow
@@ -101,7 +99,6 @@ def test_four_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
     team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=4)
     for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
         assert torch.equal(greedy(team, lengths), expected)
-    team.close()
 
 
 def followers(process: int) -> list[int]:
@@ -125,23 +122,17 @@ def gone(process: int) -> bool:
     return False
 
 
-def case_of(directory: Path) -> Case:
-    return Case(
-        model=str(directory),
-        engine="stream",
-        offload="cpu",
-        workload=Workload(batch_size=3, input_len=9, output_len=4),
-        dtype="float32",
-        load_format="dummy",
-        options=(("gpus", 2),),
-    )
+def case_of(directory: Path, engine: str = "stream", output_len: int = 4) -> Case:
+    workload = Workload(batch_size=3, input_len=9, output_len=output_len)
+    return Case(model=str(directory), engine=engine, offload="cpu", workload=workload, dtype="float32",
+                load_format="dummy", options=(("gpus", 2),))  # fmt: skip
 
 
-def worker_of(directory: Path) -> tuple[Worker, Case]:
+def worker_of(directory: Path, engine: str = "stream", output_len: int = 4) -> tuple[Worker, Case]:
     """Return a worker that has loaded a team of two."""
-    case = case_of(directory)
+    case = case_of(directory, engine, output_len)
     plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
-    worker = Worker("zinfer.engine.stream.engine:Stream", timeout_s=PATIENCE_S)
+    worker = Worker(ENGINES[engine].target, timeout_s=PATIENCE_S)
     worker.load(plan)
     return worker, case
 

@@ -63,17 +63,6 @@ def test_a_stage_tells_the_time_it_has_left(clock: Time) -> None:
     assert watch.times() == "0:00:31"
 
 
-def test_a_sweep_tells_points_and_time(clock: Time) -> None:
-    watch = Watch(clock)
-    watch.outlook(Outlook(done=2, points=24, exact=True, seconds_left=90.0))
-    clock.now += 30
-    assert watch.times() == "0:00:30, about 1 min 00 s left"
-    assert watch._counted() == "[3/24] "
-    watch.outlook(Outlook(done=24, points=24, exact=False, seconds_left=None))
-    assert watch.times() == "0:00:30"
-    assert watch._counted() == "[24/~24] "
-
-
 def test_a_long_stage_is_a_line_where_there_is_no_terminal(
     clock: Time, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

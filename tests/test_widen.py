@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import ARCHITECTURES, save_config
-from tests.interpreter import interpreted
 from tests.running import decode, prefill
 from tests.test_parity import load
 from zinfer.engine.cache import dequantize_kv
@@ -40,15 +39,6 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     return actual.dtype == expected.dtype and torch.equal(actual.isnan(), expected.isnan()) and torch.equal(
         actual.nan_to_num(), expected.nan_to_num()
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("widen") / "results"
-    interpreted(__name__, path)
-    results: dict[str, Any] = torch.load(path)
-    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

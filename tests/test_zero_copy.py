@@ -5,37 +5,28 @@ The kernel runs in a process of its own (`tests.interpreter`).
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreter import interpreted
+from tests.test_codec import compile_for_h100
 
 SIZES = (64, 4096, 4096 + 64, 3 * 4096 + 192)
 
 
 @pytest.mark.slow
-def test_the_kernel_copies_all_and_no_more(tmp_path: Path) -> None:
-    interpreted(__name__, tmp_path / "copies")
-    for size, (source, copied) in zip(SIZES, torch.load(tmp_path / "copies"), strict=True):
+def test_the_kernel_copies_all_and_no_more(by_kernel: Any) -> None:
+    for size, (source, copied) in zip(SIZES, by_kernel, strict=True):
         assert source.numel() == size
         assert torch.equal(copied[:size], source)
         assert bool((copied[size:] == 7).all())
 
 
-def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_the_kernel_compiles_for_an_h100() -> None:
     from zinfer.engine import zero_copy
 
-    types = {"source": "*i32", "out": "*i32", "words": "i32", "BLOCK": "constexpr"}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
-    source = ASTSource(zero_copy._copy, types, {"BLOCK": zero_copy.BLOCK}, aligned)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    compile_for_h100(zero_copy._copy, {"BLOCK": zero_copy.BLOCK}, {"source": "*i32", "out": "*i32"})
 
 
 def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machine may take minutes to start a process
@@ -12,6 +13,22 @@ def environment(**settings: str) -> dict[str, str]:
     """Return this environment with `settings` and zinfer on the path."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1]))))
     return os.environ | {"PYTHONPATH": path} | settings
+
+
+def wait(fact: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Wait until `fact` holds."""
+    deadline = time.monotonic() + seconds
+    while not fact():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def alive(process: int) -> bool:
+    """Tell whether a process runs; one that has ended may wait for its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def found(facts: Sequence[str], text: str) -> list[str]:

@@ -71,6 +71,22 @@ def zinfer_process(folder: Path, *words: str, probe: bool = False, **settings: A
     return done
 
 
+def started(folder: Path, *words: str, **settings: Any) -> "subprocess.Popen[str]":
+    """Start `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.Popen."""
+    usual: dict[str, Any] = {"cwd": folder, "env": environment(HF_HUB_OFFLINE="1"), "text": True}
+    usual |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", "zinfer", *words], **usual | settings)
+
+
+def interrupted(process: "subprocess.Popen[str]", number: int = signal.SIGINT) -> str:
+    """Send a signal to a command, which ends with its code; return its messages."""
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number, stderr
+    assert "Traceback" not in stderr
+    return str(stderr)
+
+
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
     """Limit each file of this process to `limit` bytes."""

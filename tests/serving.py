@@ -4,11 +4,11 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests import wait
 from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
@@ -62,10 +62,7 @@ class Server:
         return response.status, json.loads(text) if parsed else text.decode(), fields
 
     def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
-        until = time.monotonic() + seconds
-        while not fact():
-            assert time.monotonic() < until, "waited in vain"
-            time.sleep(0.005)
+        wait(fact, seconds)
 
     def metric(self, name: str) -> float:
         lines = self.dispatcher.metrics.text().decode().splitlines()

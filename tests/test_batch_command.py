@@ -1,21 +1,15 @@
 """Command `zinfer batch`: one file in, one file out, one summary line, and an exit code."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import PATIENCE_S, mentions
-from tests.command import zinfer
-from tests.test_cli import ROOT
+from tests import mentions, wait
+from tests.command import interrupted, started, zinfer
 from tests.test_rows import TEMPLATE
 
 
@@ -135,17 +129,8 @@ def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
         "".join(line(str(key), prompt="x", max_tokens=3 + 40 * key) for key in range(40))
     )
     words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zinfer", *words], cwd=folder, env=env, stderr=subprocess.PIPE, text=True
-    )
-    output, deadline = folder / "out.jsonl", time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, stderr
-    assert "same command" in stderr
-    assert "Traceback" not in stderr
+    process, output = started(folder, *words), folder / "out.jsonl"
+    wait(lambda: output.exists() and output.stat().st_size)
+    assert "same command" in interrupted(process)
     assert 0 < len(records(output)) < 40
     assert b'"tokens"' in (folder / "out.jsonl.job").read_bytes()

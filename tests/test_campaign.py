@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, environment, wait
 from tools.campaign import judge
 from tools.campaign.clients import Reply
 from tools.campaign.judge import DOCUMENTED
@@ -168,10 +167,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
         [sys.executable, "-c", ENDLESS, str(output), *late], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + PATIENCE_S
-    while len([words for words in alive(tmp_path).values() if words == "sleep 600"]) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait(lambda: [*alive(tmp_path).values()].count("sleep 600") >= 3)
     if isinstance(how, signal.Signals):
         os.killpg(process.pid, how)  # as a terminal does
     stdout, _ = process.communicate(timeout=PATIENCE_S)

@@ -1,16 +1,12 @@
 """Sweep in jobs: the same records as of one process, whatever happens to a job."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests import PATIENCE_S, environment
-from tests.command import zinfer, zinfer_process
+from tests import environment, wait
+from tests.command import interrupted, started, zinfer, zinfer_process
 from tests.test_parts import SMALL
 from zinfer.job.cluster import Cluster, ClusterError
 from zinfer.job.shard import Shard
@@ -86,18 +82,9 @@ def test_a_job_that_fails_is_named_and_resume_goes_on(folder: Path, cluster: dic
 @pytest.mark.slow
 def test_an_interrupt_ends_the_jobs_and_resume_goes_on(folder: Path, cluster: dict[str, str]) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1-12+1", "--cluster", "slurm", "-o", "out.jsonl"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zinfer", *words], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        text=True, env=cluster,
-    )  # fmt: skip
-    part, deadline = Shard(1, 2).path(folder / "out.part"), time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and not (part.exists() and part.read_bytes().count(b"\n") > 3):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, stderr
-    assert "`--resume` goes on" in stderr
-    assert "Traceback" not in stderr
+    process, part = started(folder, *words, env=cluster), Shard(1, 2).path(folder / "out.part")
+    wait(lambda: part.exists() and part.read_bytes().count(b"\n") > 3)
+    assert "`--resume` goes on" in interrupted(process)
     refused = zinfer_process(folder, *words, env=cluster)
     assert refused.returncode == 2
     assert "--resume" in refused.stderr

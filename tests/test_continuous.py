@@ -135,16 +135,20 @@ def check(engine: Engine, rows: list[sequence.Sequence], limits: list[int]) -> N
         assert row.output_ids == greedy(engine, row.prompt_ids, limit), row.key
 
 
+def engine_of(way: str, checkpoint: Checkpoints, folder: Path, patch: Patch) -> Engine:
+    small_blocks(patch, 20)
+    small(patch)
+    name, offload, options = (WAYS | MORE)[way]
+    if options.get("kv_offload") == "auto":
+        keep_here(patch, 3)
+    return load(name, checkpoint("llama"), offload, folder, **options)
+
+
 @pytest.mark.parametrize("way", [*WAYS, *MORE])
 def test_tokens_are_those_of_each_sequence_alone(
     way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    small_blocks(monkeypatch, 20)
-    small(monkeypatch)
-    name, offload, options = (WAYS | MORE)[way]
-    if options.get("kv_offload") == "auto":
-        keep_here(monkeypatch, 3)
-    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    engine = engine_of(way, checkpoint, tmp_path, monkeypatch)
     finished, limits, tally = come_and_go(engine, 10)
     assert tally.again == 0
     if way == "int8 by the cpu":
@@ -252,12 +256,7 @@ def fall_short(running: ContinuousScheduler, patch: Patch) -> list[int]:
 def test_a_pass_without_memory_costs_no_sequence(
     way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    small_blocks(monkeypatch, 20)
-    small(monkeypatch)
-    name, offload, options = (WAYS | MORE)[way]
-    if options.get("kv_offload") == "auto":
-        keep_here(monkeypatch, 3)
-    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    engine = engine_of(way, checkpoint, tmp_path, monkeypatch)
     running = begin(engine)
     rows = alike(10, 9, 12)
     limits = [row.left for row in rows]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, alive, environment, wait
 
 pytestmark = pytest.mark.long
 
@@ -164,10 +164,7 @@ def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path) -> None:
     assert process.stderr is not None
     probe = int(process.stderr.readline())
     interrupted(process, signal.SIGINT)
-    deadline = time.monotonic() + SOON_S
-    while alive(probe) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(probe)
+    wait(lambda: not alive(probe), SOON_S)
 
 
 # A worker that starts a compiler, which starts another program; it writes the ids of all three as one line.
@@ -188,13 +185,6 @@ time.sleep(600)
 """
 
 
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("way", ["the parent is killed", "the worker is killed", "the worker ends"])
 def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
     then = "time.sleep(0.5)" if way == "the worker ends" else "time.sleep(600)"
@@ -211,10 +201,7 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
             parent.kill()
         elif way == "the worker is killed":
             os.kill(worker, signal.SIGKILL)
-        deadline = time.monotonic() + SOON_S
-        while any(map(alive, [worker, *compilers])) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(map(alive, [worker, *compilers]))
+        wait(lambda: not any(map(alive, [worker, *compilers])), SOON_S)
     finally:
         parent.kill()
         parent.wait()

@@ -75,10 +75,7 @@ def test_rows_get_the_text_of_the_row_alone(
         alone(directory, row[real.bool()].tolist(), OUTPUT_LEN) for row, real in zip(token_ids, mask, strict=True)
     ]
     loaded = load(engine, directory, "cpu", tmp_path)
-    try:
-        assert greedy(loaded, lengths).tolist() == expected
-    finally:
-        loaded.close()
+    assert greedy(loaded, lengths).tolist() == expected
 
 
 @pytest.mark.parametrize(

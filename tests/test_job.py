@@ -171,7 +171,7 @@ def test_kills_lose_and_double_nothing(tmp_path: Path, kills: int) -> None:
     finished, answers, resumed = map(int, done.stdout.split())
     assert finished >= kills // 20
     assert answers > 2 * kills
-    assert resumed >= kills // 10
+    assert resumed > kills // 10, "tokens are saved while the job runs"
 
 
 def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:

@@ -113,20 +113,18 @@ def test_tokens_are_those_of_host_memory(
     folder = models(stored)
     expected, cpu = in_memory(folder, drive, codec_)
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec=codec_, host_weights=share)
-    try:
-        assert equal(tokens(engine), expected)
-        nvme = engine.effective()
-        (written,) = drive.glob(f"zinfer-weights-*/{packed.DATA}")
-        assert nvme.nvme_weight_bytes <= written.stat().st_size < nvme.nvme_weight_bytes + 3 * PAGE
-        assert nvme.streamed_bytes_per_step == cpu.streamed_bytes_per_step
-        assert nvme.wire_bytes_per_step == cpu.wire_bytes_per_step
-        layers, kept = engine.plan.model.num_layers, {"0%": 0, "34%": 1, "100%": 3}[share]
-        assert nvme.settings["host_layers"] == kept
-        assert nvme.settings["disk_reads"] == "direct"
-        assert nvme.nvme_bytes_per_step == pytest.approx(nvme.wire_bytes * (layers - kept) / layers, rel=0.02)
-        assert nvme.host_weight_bytes == pytest.approx(nvme.nvme_weight_bytes * kept / layers, rel=0.02)
-    finally:
-        engine.close()
+    assert equal(tokens(engine), expected)
+    nvme = engine.effective()
+    (written,) = drive.glob(f"zinfer-weights-*/{packed.DATA}")
+    assert nvme.nvme_weight_bytes <= written.stat().st_size < nvme.nvme_weight_bytes + 3 * PAGE
+    assert nvme.streamed_bytes_per_step == cpu.streamed_bytes_per_step
+    assert nvme.wire_bytes_per_step == cpu.wire_bytes_per_step
+    layers, kept = engine.plan.model.num_layers, {"0%": 0, "34%": 1, "100%": 3}[share]
+    assert nvme.settings["host_layers"] == kept
+    assert nvme.settings["disk_reads"] == "direct"
+    assert nvme.nvme_bytes_per_step == pytest.approx(nvme.wire_bytes * (layers - kept) / layers, rel=0.02)
+    assert nvme.host_weight_bytes == pytest.approx(nvme.nvme_weight_bytes * kept / layers, rel=0.02)
+    engine.close()
     assert not list(drive.iterdir())
 
 
@@ -143,25 +141,20 @@ def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], dr
     expected, _ = in_memory(folder, drive)
     data = write(folder)
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec="lossless", host_weights="40%")
-    try:
-        assert not list(drive.iterdir())
-        assert equal(tokens(engine), expected)
-        size = data.stat().st_size
-        assert engine.effective().nvme_weight_bytes == pytest.approx(size, abs=4096)
-        assert engine.loaded_bytes < size + engine.plan.model.other_bytes
-    finally:
-        engine.close()
+    assert not list(drive.iterdir())
+    assert equal(tokens(engine), expected)
+    size = data.stat().st_size
+    assert engine.effective().nvme_weight_bytes == pytest.approx(size, abs=4096)
+    assert engine.loaded_bytes < size + engine.plan.model.other_bytes
 
 
 def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[str], Path], drive: Path) -> None:
     folder = models("bf16")
     expected, _ = in_memory(folder, drive)
     engine = load("stream", folder, "nvme", drive, "bfloat16", here=1, kv_offload="cpu", host_weights="40%")
-    try:
-        assert equal(tokens(engine), expected)
-        assert engine.effective().settings["kv_host_rows"] == 1
-    finally:
-        engine.close()
+    assert equal(tokens(engine), expected)
+    assert engine.effective().settings["kv_host_rows"] == 1
+    engine.close()
     two = tokens_of_two(plan(folder, drive, host_weights="0%"))
     engine = Stream(plan(folder, drive, host_weights="34%", on_gpu="34%"))
     assert torch.equal(greedy(engine, (4, 3)), two)

@@ -2,9 +2,6 @@
 
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests import PATIENCE_S
-from tests.command import small_files, zinfer
+from tests import wait
+from tests.command import interrupted, small_files, started, zinfer
 from tests.inline import MACHINE
 from zinfer.checkpoint.resolve import resolve
 from zinfer.cli import cli
@@ -190,23 +187,11 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 
-def started(folder: Path, *words: str, stderr: int | None = None) -> subprocess.Popen[str]:
-    """Start a build in a process of its own."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "zinfer", *BUILD, *words]
-    return subprocess.Popen(command, cwd=folder, env=env, text=True, stderr=stderr)
-
-
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    process = started(folder, "-m", "bloom-7b1", "--load-format", "dummy", "--layers", "4", stderr=subprocess.PIPE)
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and not (folder / PLANS).is_dir():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, stderr
-    assert "nothing is left behind" in stderr
+    process = started(folder, *BUILD, "-m", "bloom-7b1", "--load-format", "dummy", "--layers", "4")
+    wait(lambda: (folder / PLANS).is_dir())
+    assert "nothing is left behind" in interrupted(process)
     assert list((folder / PLANS).iterdir()) == []
 
 
@@ -221,7 +206,7 @@ def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -
 
 def _peak(folder: Path, directory: Path) -> int:
     """Return the peak anonymous memory of a build. Pages of mapped files do not count."""
-    process, peak = started(folder, "-m", str(directory), "--dtype", "bf16"), 0
+    process, peak = started(folder, *BUILD, "-m", str(directory), "--dtype", "bf16", stdout=None, stderr=None), 0
     while process.poll() is None:
         used = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
         peak = max(peak, int(used[1]) << 10 if used else 0)

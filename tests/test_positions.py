@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_continuous import LOAD, Words, alike, check, run, sequences, small
+from tests.test_continuous import LOAD, Words, alike, begin, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
 from tests.test_parity import load
@@ -50,8 +50,7 @@ def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
 ) -> None:
     small(monkeypatch)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(engine)
     rows = sequences(9, 4, longest=6)
     limits = [row.left for row in rows]
     done = run(running, [rows[:5], rows[5:]], every=2)

@@ -43,7 +43,7 @@ def opened(tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture
 def readers() -> Readers:
-    """Return a function that names the running readers that began in this test."""
+    """Return a function that names running readers of this test."""
     earlier = set(threading.enumerate())
 
     def begun() -> list[str]:

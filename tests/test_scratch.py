@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, environment, wait
 from zinfer.cli import cli
 from zinfer.system import atomic, scratch
 
@@ -208,22 +207,13 @@ def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(pla
 def test_a_killed_run_leaves_no_weights_on_the_drive(
     place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
-    from tests.command import zinfer_process as zinfer
-    from zinfer.core.machine import Machine
-    from zinfer.system.host import slug
+    from tests.command import probed, started, zinfer_process
 
-    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
-    file = tmp_path / "sweeps" / "results" / slug() / "machine.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(machine.model_dump_json())
+    probed(tmp_path)
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "nvme"]
     words += ["--nvme-path", str(place), "-p", "x", "--output-len", "900", "--ignore-eos"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zinfer", *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + PATIENCE_S
-    while not list(place.glob("zinfer-weights-*/index.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = started(tmp_path, *words)
+    wait(lambda: list(place.glob("zinfer-weights-*/index.json")))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1
     for number in [process.pid] * (victim != "worker") + [int(children[0])] * (victim != "command"):
@@ -231,7 +221,6 @@ def test_a_killed_run_leaves_no_weights_on_the_drive(
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == (5 if victim == "worker" else -signal.SIGKILL)
     if victim != "worker":
-        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert f"removed {place}" in zinfer(tmp_path, "export", "nothing").stderr
+        wait(lambda: not Path(f"/proc/{children[0]}").exists())
+        assert f"removed {place}" in zinfer_process(tmp_path, "export", "nothing").stderr
     assert list(place.iterdir()) == []

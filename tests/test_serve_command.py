@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests import PATIENCE_S, environment, mentions
+from tests import PATIENCE_S, environment, mentions, wait
 from tests.command import zinfer
 from zinfer.job.serve.server import listen
 
@@ -35,13 +35,6 @@ def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, An
     answer = json.loads(response.read())
     connection.close()
     return response.status, answer
-
-
-def wait(fact: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not fact():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -> None:

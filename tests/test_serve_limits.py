@@ -165,6 +165,19 @@ def test_a_body_that_comes_too_slowly_is_refused(server: Server, monkeypatch: py
     assert read_all(slow).startswith(b"HTTP/1.1 408")
 
 
+def asked_at_once(server: Server, prompts: list[str]) -> tuple[list[threading.Thread], dict[str, Any]]:
+    """Ask for each prompt in a thread; return the threads, and the dictionary that they fill."""
+    answers: dict[str, Any] = {}
+
+    def ask(prompt: str) -> None:
+        answers[prompt] = server.ask(TEXTS, {"prompt": prompt})
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
 def test_a_full_queue_refuses_and_loses_nothing() -> None:
     worker, gate = ServedRows(), threading.Event()
 
@@ -175,15 +188,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
     worker.before = hold
     with serving(PLAN, lambda: worker, rows=1, max_waiting=2) as server:
         prompts = [f"a3/{size}" for size in range(20, 32)]
-        answers: dict[str, Any] = {}
-        threads = [
-            threading.Thread(
-                target=lambda prompt=prompt: answers.update({prompt: server.ask(TEXTS, {"prompt": prompt})})
-            )
-            for prompt in prompts
-        ]
-        for thread in threads:
-            thread.start()
+        threads, answers = asked_at_once(server, prompts)
         server.wait(lambda: len(answers) == 10)
         for status, answer, headers in answers.values():
             assert (status, answer["error"]["code"]) == (429, "queue_full")
@@ -349,15 +354,7 @@ def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.
         prompts = [f"a{size}/{20 + size}" for size in range(1, 20) if size != 5] + ["a5/30"]
         _, answer, _ = server.ask(TEXTS, {"prompt": prompts[:10]})
         assert [choice["text"] for choice in answer["choices"]] == [text(prompt) for prompt in prompts[:10]]
-        answers: dict[str, Any] = {}
-        threads = [
-            threading.Thread(
-                target=lambda prompt=prompt: answers.update({prompt: server.ask(TEXTS, {"prompt": prompt})})
-            )
-            for prompt in prompts
-        ]
-        for thread in threads:
-            thread.start()
+        threads, answers = asked_at_once(server, prompts)
         for thread in threads:
             thread.join()
         assert answers["a5/30"][0] == 500

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import PATIENCE_S, environment
-from tests.command import zinfer_process
+from tests import PATIENCE_S, environment, wait
+from tests.command import started, zinfer_process
 from tests.slurm import slurm, why_not
 from tests.test_batch_command import line
 from tests.test_parts import SMALL
@@ -34,16 +34,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 def start(folder: Path, cluster: dict[str, str], *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "zinfer", *WORDS, *more]
-    return subprocess.Popen(command, cwd=folder, env=cluster, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return started(folder, *WORDS, *more, env=cluster)
 
 
 def wait_for_points(folder: Path, count: int) -> None:
     """Wait until the first job has written so many points."""
-    part, deadline = Shard(1, 2).path(folder / "out.part"), time.monotonic() + PATIENCE_S
-    while not (part.exists() and part.read_bytes().count(b"\n") > count):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    part = Shard(1, 2).path(folder / "out.part")
+    wait(lambda: part.exists() and part.read_bytes().count(b"\n") > count)
 
 
 def measured(folder: Path) -> list[tuple[str, int]]:

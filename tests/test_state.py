@@ -136,11 +136,8 @@ def test_persistent_buffers_keep_the_values_of_their_layers(
     name: str, offload: Offload, glm: Path, tmp_path: Path
 ) -> None:
     loaded: Any = load(name, glm, offload, tmp_path)
-    try:
-        for lengths, expected in zip(BATCHES, reference(glm), strict=True):
-            assert torch.equal(greedy(loaded, lengths), expected)
-    finally:
-        loaded.close()
+    for lengths, expected in zip(BATCHES, reference(glm), strict=True):
+        assert torch.equal(greedy(loaded, lengths), expected)
 
 
 def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,15 +183,12 @@ def test_float32_entries_of_a_16_bit_model_are_right_in_every_engine(
 ) -> None:
     bias = stored(glm)["model.layers.2.mlp.gate.e_score_correction_bias"]
     loaded: Any = load(name, glm, offload, tmp_path, "bfloat16")
-    try:
-        name_of_bias = "2.mlp.gate.e_score_correction_bias"
-        buffer = next(buffer for path, buffer in loaded.model.named_buffers() if path.endswith(name_of_bias))
-        assert buffer.dtype == torch.float32
-        assert len(greedy(loaded, BATCHES[0]).unique()) > 1
-        if offload == "none" or name != "stream":  # elsewhere it is a view of the slot
-            assert torch.equal(buffer.cpu(), bias)
-    finally:
-        loaded.close()
+    name_of_bias = "2.mlp.gate.e_score_correction_bias"
+    buffer = next(buffer for path, buffer in loaded.model.named_buffers() if path.endswith(name_of_bias))
+    assert buffer.dtype == torch.float32
+    assert len(greedy(loaded, BATCHES[0]).unique()) > 1
+    if offload == "none" or name != "stream":  # elsewhere it is a view of the slot
+        assert torch.equal(buffer.cpu(), bias)
 
 
 def test_weights_that_decoder_layers_share_are_theirs_wherever_they_are(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Streamed layers: every bit arrives, through arena, ring and slot, and the tokens stay the same."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -51,15 +52,21 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+_opened = ExitStack()
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Code small tensors too, in small chunks. A matrix of a test then has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
+    with _opened:
+        yield
 
 
 def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
     arena = PinnedArena(1 << 22, pin=False, grow=True)
+    _opened.callback(arena.close)
     images = [pack(tensors, arena) for tensors in layers]
     arena.seal()
     return arena, images
@@ -92,11 +99,11 @@ def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, lis
             piece.unpack(arena.memory[piece.start : piece.end], slot)
         for name, tensor in tensors.items():
             assert torch.equal(bits(layer.blocks[name].view(slot)), bits(tensor)), name
-    arena.close()
 
 
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
     arena = PinnedArena(10 * PAGE, pin=False, grow=True)
+    _opened.callback(arena.close)
     taken = [arena.take(size) for size in (100, PAGE, 3, 2 * PAGE + 1)]
     for value, part in enumerate(taken, 1):
         part.fill_(value)
@@ -105,7 +112,6 @@ def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
         assert part.unique().tolist() == [value]
     with pytest.raises(MemoryError, match="the arena has"):
         arena.take(9 * PAGE)
-    arena.close()
 
 
 class Layer(nn.Module):
@@ -122,10 +128,11 @@ class Layer(nn.Module):
 
 def ring_of(
     make: Callable[..., tuple[PinnedArena, list[PackedLayer]]], count: int, depth: int = 2, kept: Sequence[int] = ()
-) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]], PinnedArena]:
+) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]]]:
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
     ring = PrefetchRing(MemorySource(arena, images), depth, CPU)
+    _opened.callback(ring.close)
     for index in kept:
         ring.keep_only(index, arena.memory[images[index].start : images[index].end].clone())
     layers = [Layer(tensor) for tensor in tensors]
@@ -133,7 +140,7 @@ def ring_of(
         entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
         ring.attach(index, layer, entries)
     ring.start()
-    return ring, layers, tensors, arena
+    return ring, layers, tensors
 
 
 def same(seen: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
@@ -144,7 +151,7 @@ def same(seen: dict[str, Tensor], tensors: dict[str, Tensor]) -> bool:
 def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
     make: Callable[..., tuple[PinnedArena, list[PackedLayer]]],
 ) -> None:
-    ring, layers, tensors, arena = ring_of(make, 3, depth=3)
+    ring, layers, tensors = ring_of(make, 3, depth=3)
     ways: list[tuple[list[int], list[int]]] = [([], []), ([1], [1]), ([0, 2], [2]), ([0, 1, 2], [0, 1, 2])]
     for resident, unpacked in [*ways, ([0, 1, 2], [1]), ([1, 2], [1, 2]), ([], [])]:
         ring.keep(resident, unpacked)
@@ -167,12 +174,10 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         assert same(layers[0](), tensors[0])
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-    ring.close()
-    arena.close()
 
 
 def test_a_layer_that_lies_nowhere_else_can_be_coded_again() -> None:
-    ring, layers, tensors, arena = ring_of(packed, 3, kept=[1])
+    ring, layers, tensors = ring_of(packed, 3, kept=[1])
     coded = ring.kept_bytes
     for unpacked in ([1], [], [1], [0, 1], []):
         ring.keep([], unpacked)
@@ -181,8 +186,6 @@ def test_a_layer_that_lies_nowhere_else_can_be_coded_again() -> None:
         assert ring.kept_bytes == (ring.layers[1].unpacked_bytes if 1 in unpacked else coded)
         with ring.weight_pass():
             assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-    ring.close()
-    arena.close()
 
 
 def no_room() -> Tensor:
@@ -206,7 +209,7 @@ def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch:
 
 
 def test_interleaved_passes_share_a_layers_weights() -> None:
-    ring, layers, tensors, arena = ring_of(packed, 3)
+    ring, layers, tensors = ring_of(packed, 3)
     order: list[tuple[int, int]] = []
 
     def forward(rows: int) -> Tensor:
@@ -224,13 +227,11 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
         order.clear()
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-    ring.close()
-    arena.close()
 
 
 def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> None:
     """It begins each layer; what it puts off, and its attention, are done by another thread before it goes on."""
-    ring, layers, tensors, arena = ring_of(packed, 3)
+    ring, layers, tensors = ring_of(packed, 3)
     order: list[tuple[int, str]] = []
     resumed, memory = threading.Event(), torch.zeros(2, 1, 1, 4)
 
@@ -283,7 +284,7 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
 
 @pytest.mark.parametrize("where", ["launched", "attention", "put off"])
 def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
-    ring, layers, tensors, arena = ring_of(packed, 2)
+    ring, layers, tensors = ring_of(packed, 2)
     done: list[str] = []
 
     def fail(stage: str) -> Tensor:
@@ -308,12 +309,10 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
     assert sorted(done) == others[where]
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-    ring.close()
-    arena.close()
 
 
 def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
-    ring, layers, tensors, arena = ring_of(packed, 3)
+    ring, layers, tensors = ring_of(packed, 3)
     left: list[int] = []
 
     def forward(rows: int) -> Tensor:
@@ -331,8 +330,6 @@ def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
     assert sorted(left) == [0, 1, 2, 3]
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-    ring.close()
-    arena.close()
 
 
 def tokens(loaded: Engine) -> list[Tensor]:

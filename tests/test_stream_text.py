@@ -174,20 +174,26 @@ def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
     assert texts == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
 
 
+class Cleaned:
+    """Words that clean spaces up as they are joined; counts the tokens that it decodes."""
+
+    ends: frozenset[int] = frozenset()
+
+    def __init__(self, words: list[str]) -> None:
+        self.words, self.decoded = words, 0
+
+    def decode(self, ids: list[int], before: Any = ()) -> str:
+        self.decoded += len(ids)
+        text = "".join(self.words[number] for number in ids)
+        return text.replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
+
+
 @pytest.mark.parametrize("stops", [(), ("the en", "they"), ("\n\n",)])
 def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...]) -> None:
     """Spaces are cleaned up as tokenizers of words do; long texts are decoded from their last tokens on."""
     dice = random.Random(3)
     words = [dice.choice(["the", " e", " en", "then", " .", " ,", " n't", "é", "\n", " "]) for _ in range(400)]
-
-    class Words:
-        decoded = 0
-
-        def decode(self, ids: list[int], before: Any = ()) -> str:
-            self.decoded += len(ids)
-            return "".join(words[number] for number in ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
-
-    tokenizer, sequence, streamed = Words(), Sequence([1], 400, stop=stops), ""
+    tokenizer, sequence, streamed = Cleaned(words), Sequence([1], 400, stop=stops), ""
     for number in range(400):
         sequence.output_ids.append(number)
         whole = tokenizer.decode(sequence.output_ids)
@@ -203,20 +209,6 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
         assert whole.startswith(streamed)
     assert streamed == sequence.text
     assert bool(stops) == (len(sequence.output_ids) < 400)
-
-
-class Cleaned:
-    """Words that clean spaces up as they are joined; counts the tokens that it decodes."""
-
-    ends: frozenset[int] = frozenset()
-
-    def __init__(self, words: list[str]) -> None:
-        self.words, self.decoded = words, 0
-
-    def decode(self, ids: list[int], before: Any = ()) -> str:
-        self.decoded += len(ids)
-        text = "".join(self.words[number] for number in ids)
-        return text.replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,7 +11,7 @@ import torch
 
 from tests import passes
 from tests.running import prefill
-from tests.test_continuous import LOAD, Words, alike, crowded, fall_short, finish, keeping, run, sequences, small
+from tests.test_continuous import alike, begin, crowded, fall_short, finish, keeping, run, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
@@ -22,7 +22,6 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.team import TeamBatch
-from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("ranks_forked")
@@ -86,8 +85,7 @@ def test_rows_go_where_there_is_room(team: Engine) -> None:
 
 def test_sequences_that_come_and_go(team: Engine, single: Engine, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(team)
     rows = sequences(14, 3)
     limits = [row.left for row in rows]
     done = run(running, [rows[:5], rows[5:6], rows[6:]])
@@ -152,8 +150,7 @@ def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoi
 def test_a_pass_without_memory_on_one_rank(team: Engine, single: Engine, monkeypatch: Patch) -> None:
     """One rank fails within a layer, the other finishes the pass."""
     small(monkeypatch)
-    running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(team)
     rows = alike(12, 9, 12)
     limits = [row.left for row in rows]
     with monkeypatch.context() as patch:

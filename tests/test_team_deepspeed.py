@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_continuous import LOAD, Words, run, sequences, small
+from tests import alive, wait
+from tests.test_continuous import begin, run, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_parity import BATCHES, greedy, load, reference
-from tests.test_team_ways import followers, gone, worker_of
+from tests.test_team_ways import followers, worker_of
 from zinfer.engine.base import Engine
-from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan import placement
 from zinfer.system.host import peak_bytes
 from zinfer.worker.process import WorkerDied
@@ -53,8 +53,7 @@ def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Check
     limits = [row.left for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
-        running.schedule.step = 8
+        running = begin(team)
         outputs = run(running, [rows[:3], rows[3:4], rows[4:]])
         running.end()
     single = load("stream", checkpoint("bloom"), "none", Path())
@@ -92,4 +91,4 @@ def test_a_rank_out_of_memory_ends_all_with_that_status(rank: int, checkpoint: C
         worker.measure(case, 0, 0.02)
     assert died.value.status == "oom_host"
     worker.close()
-    assert gone(other)
+    wait(lambda: not alive(other))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import PATIENCE_S, passes, quantized
+from tests import PATIENCE_S, alive, passes, quantized, wait
 from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.checkpoint import resolve
@@ -109,19 +108,6 @@ def followers(process: int) -> list[int]:
     return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def gone(process: int) -> bool:
-    """Tell whether a process has ended, within a while."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().split()[2] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def case_of(directory: Path, engine: str = "stream", output_len: int = 4) -> Case:
     workload = Workload(batch_size=3, input_len=9, output_len=output_len)
     return Case(model=str(directory), engine=engine, offload="cpu", workload=workload, dtype="float32",
@@ -148,7 +134,7 @@ def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
     with pytest.raises(WorkerDied, match=r"killed by SIGKILL.*the process of GPU 1 ended"):
         worker.measure(case, 1, 0.02)
     worker.close()
-    assert gone(other)
+    wait(lambda: not alive(other))
 
 
 @pytest.mark.slow
@@ -156,7 +142,7 @@ def test_a_worker_that_is_killed_leaves_no_rank(checkpoint: Checkpoints) -> None
     worker, _ = worker_of(checkpoint("llama"))
     (other,) = followers(worker._process.pid)
     os.kill(worker._process.pid, signal.SIGKILL)
-    assert gone(other)
+    wait(lambda: not alive(other))
     worker.kill()
 
 

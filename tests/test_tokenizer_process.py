@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import PATIENCE_S
+from tests import alive, wait
 from tests.inline import SPEC
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
@@ -269,10 +269,7 @@ def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoint
     popen = process._process
     del process
     assert popen.poll() is not None
-    until = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait(lambda: not alive(child))
 
 
 @pytest.mark.usefixtures("executed")

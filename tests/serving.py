@@ -61,7 +61,7 @@ class Server:
         parsed = text and "json" in fields.get("content-type", "")
         return response.status, json.loads(text) if parsed else text.decode(), fields
 
-    def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait(self, fact: Callable[[], object], seconds: float = 60.0) -> None:
         wait(fact, seconds)
 
     def metric(self, name: str) -> float:

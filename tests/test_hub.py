@@ -12,6 +12,7 @@ from threading import Thread
 import pytest
 
 from tests import PATIENCE_S, mentions
+from zinfer.core.errors import ENVIRONMENT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LLAMA = {
@@ -102,15 +103,13 @@ def ask(home: Path, *calls: str, **env: str) -> list[str]:
     """
     code = """
 import json, sys
-from tests import PATIENCE_S, mentions
-from zinfer.checkpoint import hub
-from zinfer.checkpoint import resolve
+from zinfer.checkpoint import hub, resolve
 answers = []
 for call in sys.argv[1:]:
     try:
         answers.append(str(eval(call, vars(hub) | vars(resolve))))
     except resolve.ModelError as error:
-        answers.append(f"ModelError: {error}")
+        answers.append(f"ModelError: {error} ({error.exit_code})")
 print(json.dumps(answers))
 """
     settings = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
@@ -145,7 +144,7 @@ def test_hub_out_of_reach(tmp_path: Path) -> None:
     spec, copy, folder = ask(tmp_path, *CALLS, HF_ENDPOINT="http://127.0.0.1:9")
     assert mentions(spec, "ModelError", "owner/good", "hub")
     assert mentions(copy, "ModelError", "owner/good", "hub")
-    assert all("--load-format dummy" in answer for answer in (spec, copy))
+    assert all("--load-format dummy" in answer and answer.endswith(f"({ENVIRONMENT})") for answer in (spec, copy))
     assert folder == "None"
 
 

@@ -226,7 +226,7 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
         waiting = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, many))) for _ in range(2)]
         for number, thread in enumerate(waiting):
             thread.start()
-            server.wait(lambda: server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
+            server.wait(lambda: steps and server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
         others = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, ALL))) for _ in range(6)]
         for thread in others:
             thread.start()

@@ -164,4 +164,4 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print(int(sys.argv[2]), *_slaughter(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    print(*_slaughter(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -627,15 +627,6 @@ def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
     assert timed(placement, LIMITS) == (pytest.approx(link), "link")
 
 
-@pytest.mark.parametrize(("batch_size", "passes"), [(64, 1), (65, 2), (128, 2)])
-def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
-    machine = linked(1e9)  # so slow that weights take longer than all else
-    placement = Placement(tier="host", gpus=4, pass_tokens=16 * 512)
-    times = prefill(placement, BLOOM, machine, batch_size, 512, Efficiency(link_share=1.0))
-    last = max(times.limits["hbm"], times.limits["compute"]) / BLOOM.num_layers  # computed after all copies
-    assert times.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9 + last)
-
-
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = resolve.resolve("mixtral-8x22b", None, None)
     single, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))

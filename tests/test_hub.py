@@ -132,6 +132,7 @@ def test_offline_without_a_copy(tmp_path: Path) -> None:
     assert spec == copy
     assert mentions(spec, "ModelError", "owner/good", "HF_HUB_OFFLINE")
     assert all("--load-format dummy" in answer and "local folder" in answer for answer in (spec, copy))
+    assert spec.endswith(f"({ENVIRONMENT})")
     assert folder == "None"
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import click
 import pytest
 
-from tests import PATIENCE_S, environment, mentions
-from tests.command import small_files, zinfer, zinfer_process
+from tests import mentions, wait
+from tests.command import interrupted, small_files, started, zinfer, zinfer_process
 from zinfer.cli import REMOVED_OPTIONS, main
 from zinfer.commands.sweep import _announce
 from zinfer.job.forecast import Outlook

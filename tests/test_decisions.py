@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
-from tests.results import case, point
+from tests.results import case, point, sweep
 from zinfer.analysis.best import decide
 from zinfer.analysis.economics import (
     COUNTER,

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.grid import covering
-from tests.opened import engines_closed
 from tests.running import Past, decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.core.case import Offload

@@ -71,15 +71,6 @@ def with_sinks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     return scaled_dot_product_attention(query, keys, values, attn_mask=bias)
 
 
-@pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("split") / "results"
-    interpreted(__name__, path)
-    results: dict[str, Any] = torch.load(path)
-    return results
-
-
 @pytest.mark.parametrize("dtype", BIASES)
 def test_the_kernel_gives_what_pytorch_gives(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
     results = {name: pair for name, pair in by_kernel["kernel"].items() if name[0] == dtype}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import PATIENCE_S, alive, wait
+from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.checkpoint.headers import CheckpointError
@@ -26,7 +26,9 @@ from zinfer.core.case import Case, Option, Workload
 from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
-from zinfer.core.request import Request, Sampling
+from zinfer.core.request import Request, Sampling, Update
+from zinfer.core.requests import RequestLoad
+from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
@@ -38,7 +40,7 @@ from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
-from zinfer.worker.session import not_as_asked
+from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
     BatchStart,
@@ -344,7 +346,11 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
         pid_file.write_text(str(worker._process.pid))
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    wait(lambda: not alive(int(pid_file.read_text())))
+    orphan = Path("/proc") / pid_file.read_text()
+    deadline = time.monotonic() + PATIENCE_S
+    while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not orphan.exists() or "zombie" in (orphan / "status").read_text()
 
 
 def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.interpreter import interpreted
 from tests.running import error
 from tests.test_codec import compile_for_h100, need_triton
 from zinfer.engine.stream.routers import Routers
@@ -73,15 +72,6 @@ def check(pairs: list[Any], dtype: torch.dtype) -> None:
         assert torch.equal(scores.gather(1, actual[2]), scores.gather(1, numbers))
         assert torch.equal(actual[2], first_of_equal(scores, numbers.shape[1]))
         assert error(actual[1], weights) < (1e-6 if weights.dtype == torch.float32 else torch.finfo(dtype).eps)
-
-
-@pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """Return what `main` saved."""
-    path = tmp_path_factory.mktemp("routers") / "results"
-    interpreted(__name__, path)
-    results: dict[Any, Any] = torch.load(path)
-    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

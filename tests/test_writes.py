@@ -24,6 +24,7 @@ ALLOWED = {
     "record.jsonl:_cut": "cuts a torn line off a log",
     "worker.server:main": "/proc, and the pipe to the parent",
     "worker.process:Worker.__init__": "an unnamed temporary file",
+    "engine.server.process:ServerProcess.__init__": "an unnamed temporary file",
     "worker.probe:_probe_disks": "an unnamed temporary file",
     "worker.teacher_forcing:logits_record": "logits, in an owned folder",
     "engine.direct:StripedWriter.__init__": "layers, in owned folders",

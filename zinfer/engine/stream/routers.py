@@ -66,7 +66,7 @@ def _route(kind: Kind, module: Any, states: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _kind_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Kind | None:
-    """Return the kind of router that chooses as a module does, or None."""
+    """Return the kind of router that a module is, or None."""
     dice, drawn = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, each in module.named_parameters():
         drawn[name] = (torch.randn(each.shape, generator=dice) / each.shape[-1] ** 0.5).to(device, each.dtype)

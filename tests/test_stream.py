@@ -278,7 +278,6 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
     assert run_async(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
     defer(partial(memory.copy_, torch.full((2, 1, 1, 4), 2.0)))  # at once, too
     assert bool((memory == 2).all())
-    ring.close()
 
 
 @pytest.mark.parametrize("where", ["launched", "attention", "put off"])

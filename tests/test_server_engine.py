@@ -286,6 +286,25 @@ def test_a_command_that_ends_leaves_no_server(number: int, folder: Path, checkpo
 
 @pytest.mark.long
 @pytest.mark.torch
+def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, checkpoint: Callable[..., Path]) -> None:
+    port = Port()
+    line = [sys.executable, str(ROOT / "tests" / "small_server.py"), str(port.number)]
+    process = subprocess.Popen(line, cwd=folder, start_new_session=True)
+    try:
+        words = f"--engine vllm --batch-size 2 --input-len 6 --output-len 5 -O url=http://127.0.0.1:{port.number}"
+        records, ended = sweep(folder, checkpoint("llama"), words)
+        assert ended.returncode == 0, ended.stderr
+        assert [point.command for point in records.points] == [f"http://127.0.0.1:{port.number}"]
+        assert process.poll() is None
+    finally:
+        for left in small_processes(folder):
+            left.kill()
+        process.wait()
+        port.close()
+
+
+@pytest.mark.long
+@pytest.mark.torch
 def test_zinfer_serve_is_an_engine_beside_stream(folder: Path, checkpoint: Callable[..., Path]) -> None:
     words = "--engine stream,zinfer-serve --batch-size 1,2 --input-len 8 --output-len 4 --repeats 1"
     records, ended = sweep(folder, checkpoint("llama"), words)

@@ -310,7 +310,7 @@ ENGINES: dict[str, EngineKind] = {
 def values(field_info: FieldInfo) -> list[str]:
     """Return the texts of the values that an option takes."""
     if field_info.title is not None:  # any text
-        return [str(field_info.default), *field_info.title.split("|")]
+        return [text for text in (str(field_info.default), *field_info.title.split("|")) if text]
     if field_info.annotation in (bool, int):
         return ["true", "false"] if field_info.annotation is bool else ["N"]
     return [str(value) for value in get_args(field_info.annotation)]  # of a Literal

@@ -24,12 +24,12 @@ def test_many_damaged_documents_are_refused_or_served(kind: str, tmp_path: Path)
 
 def _try(kind: str, seeds: range, folder: Path) -> None:
     with one_at_a_time(folder):
-        codes = set()
+        damaged = False
         for seed in seeds:
             outcome = trial(kind, seed)
             assert outcome.fault is None, (kind, seed, [word[:80] for word in outcome.words], outcome.fault)
-            codes.add(outcome.code)
-    assert codes - {0}, "nothing was damaged"
+            damaged |= outcome.code != 0 or "left out" in outcome.stderr
+    assert damaged, "nothing was damaged"
 
 
 def test_damaged_requests_are_answered() -> None:

@@ -57,7 +57,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
-    stays in host memory, so that a turn computes only its new tokens. Ctrl-C ends an answer.
+    stays in host memory, so that a turn computes little more than its new tokens. Ctrl-C ends an answer.
 
     \b
     zinfer run --model ./my-checkpoint --prompt "Once upon a time"

@@ -70,7 +70,7 @@ class Guard:
         if _CURSOR.fullmatch(text):
             shown = text
         else:
-            lead = len(text) - len(text.lstrip("\r"))  # a progress bar begins its line anew
+            lead = 0 if text.endswith("\n") else len(text) - len(text.lstrip("\r"))  # a progress bar begins anew
             shown = text[:lead] + printable(text[lead:])
         self.unguarded.write(_encodable(shown, self.unguarded))
         return len(text)

@@ -156,7 +156,7 @@ class ModelSpec(Shape):
     @property
     def attends_by_name(self) -> bool:
         """True if zinfer may compute the model's attention. Host memory can then hold its KV cache."""
-        return self.architecture not in ATTEND_THEMSELVES
+        return self.architecture not in ATTEND_THEMSELVES and not any(layer.index_width for layer, _ in self._kinds)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:

@@ -346,13 +346,13 @@ class _Stored:
             for name in keys.unexpected_keys
             if not {name, prefix + name} & buffers and not self._is_table(name, self._tensors[unknown[name]].shape)
         }
+        if self._around:  # other parts of the model around it
+            left = {name for name in left if self._owner(name)[0] not in (model, model.base_model)}
         if adapter := [unknown[target] for target in left if ADAPTER.search(target)]:
             raise CheckpointError(
                 f"{self._directory} stores {_some(adapter)}, of an adapter: merge it into the weights first "
                 "(merge_and_unload of peft)"
             )
-        if self._around:  # other parts of the model around it
-            left = {name for name in left if self._owner(name)[0] not in (model, model.base_model)}
         if belong := [unknown[target] for target in left if self._belongs(target)]:
             raise CheckpointError(
                 f"{self._directory} stores {_some(belong)}, which a {self._state.spec.architecture} model of this "

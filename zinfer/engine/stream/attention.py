@@ -48,7 +48,7 @@ def attention(
     if states is None or not of_both or len(query) != len(key) or query.shape[1] % key.shape[1]:
         raise OwnAttentionError(f"layer {getattr(module, 'layer_idx', '?')} attends to other keys than its cache's")
     attended: Tensor = states.attend(query, key, value, attention_mask, options)
-    return attended, None
+    return attended.contiguous(), None  # some models view it
 
 
 class Alibi(NamedTuple):

@@ -81,6 +81,8 @@ def test_a_preset_refuses_what_it_cannot_do() -> None:
     assert vllm is not None
     with pytest.raises(PresetError, match=r"a checkpoint on disk: give --model FOLDER, or -O file=FILE"):
         vllm.command_line(case(), SPEC, case().workload, 1)
+    with pytest.raises(PresetError, match=r"args=--x '.*No closing quotation"):
+        vllm.command_line(case(options=(("args", "--x '"), ("file", "f"))), SPEC, case().workload, 1)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -294,7 +296,9 @@ def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, che
         words = f"--engine vllm --batch-size 2 --input-len 6 --output-len 5 -O url=http://127.0.0.1:{port.number}"
         records, ended = sweep(folder, checkpoint("llama"), words)
         assert ended.returncode == 0, ended.stderr
-        assert [point.command for point in records.points] == [f"http://127.0.0.1:{port.number}"]
+        (point,) = records.points
+        assert point.command == f"http://127.0.0.1:{port.number}"
+        assert (point.host_peak_bytes, point.gpu_peak_bytes) == (None, None), "nothing of it was seen"
         assert process.poll() is None
     finally:
         for left in small_processes(folder):

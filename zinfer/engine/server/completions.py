@@ -32,7 +32,7 @@ def body(model: str, prompt: Sequence[int], output_len: int, more: dict[str, Any
 def complete(address: Address, request: bytes, timeout_s: float) -> tuple[float, list[Event]]:
     """Send a request; return its time, and the timed lines of its answer.
 
-    Lines are not read before all is over: a client that parses would slow its own clock. Raises EngineError for an
+    Lines are not parsed before all is over: a client that parses would slow its own clock. Raises EngineError for an
     answer that is an error, OSError and HTTPException for a connection that breaks.
     """
     connection = address.connection(timeout_s)

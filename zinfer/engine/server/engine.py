@@ -14,7 +14,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.engine.server.preset import Preset, read
+from zinfer.engine.server.preset import Preset, PresetError, read
 from zinfer.engine.server.process import Address, MemoryWatch, Port, ServerDied, ServerProcess, wait_ready
 from zinfer.plan.planner import Plan
 
@@ -54,7 +54,10 @@ class Server(Engine[MicroBatch]):
         else:
             if self._port is None:
                 self._port = Port()
-            words = self.preset.command_line(self.plan.case, self.plan.model, workload, self._port.number)
+            try:
+                words = self.preset.command_line(self.plan.case, self.plan.model, workload, self._port.number)
+            except PresetError as error:
+                raise error.converted(EngineError) from None
             if self._server is not None and self._server.alive and tuple(words) == self.command:
                 return
             self._end()
@@ -63,8 +66,12 @@ class Server(Engine[MicroBatch]):
                 raise EngineError(f"{self.preset.program} is not installed: {self.plan.case.engine} needs it")
             self._server = ServerProcess(words, self.preset.env)
             self._memory.watch(self._server.pid)
-        wait_ready(self.address, self.preset.ready, self.settings.ready_s, self._server, self.progress)
-        self.model = self._ask_model()
+        try:
+            wait_ready(self.address, self.preset.ready, self.settings.ready_s, self._server, self.progress)
+            self.model = self._ask_model()
+        except BaseException:  # the next point starts it anew
+            self._end()
+            raise
 
     def _ask_model(self) -> str:
         """Return the name by which requests call the model."""
@@ -101,10 +108,11 @@ class Server(Engine[MicroBatch]):
         self._memory.reset()
 
     def device_memory(self) -> tuple[int, int] | None:
-        return self._memory.gpu
+        return None if self.settings.url else self._memory.gpu
 
-    def host_memory(self) -> int:
-        return self._memory.host_peak
+    def host_memory(self) -> Any:
+        """Return the peak of the server's memory, in bytes. None for one that another started."""
+        return None if self.settings.url else self._memory.host_peak
 
     def close(self) -> None:
         self._end()

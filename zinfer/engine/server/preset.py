@@ -125,11 +125,15 @@ class Preset(Frozen):
             "host_layers": model.num_layers - gpu_layers,
             "gpu_layers": gpu_layers,
         }
+        try:
+            more = shlex.split(settings.args)
+        except ValueError as error:
+            raise PresetError(f"args={settings.args[:60]}: {error}") from None
         words = []
         for word in shlex.split(self.command):
             if word == "{offload}":
                 arguments = shlex.split(self.arguments(case))
-                words += [*(argument.format(**values) for argument in arguments), *shlex.split(settings.args)]
+                words += [*(argument.format(**values) for argument in arguments), *more]
             else:
                 words.append(word.format(**values))
         return words

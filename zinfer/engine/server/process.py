@@ -150,7 +150,7 @@ def wait_ready(
 
 
 class MemoryWatch:
-    """Peak memory of a process and all below it, sampled.
+    """Peak memory of all that a process started, sampled.
 
     Memory of the host is what they hold in RAM, files that they map included. Memory of the GPUs is what was taken
     since this watch began: other programs should not begin or end meanwhile.
@@ -207,11 +207,10 @@ class MemoryWatch:
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the bytes in RAM of a process and all below it."""
+    """Return the bytes in RAM of all processes below one, the keeper."""
     size = 0
     with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in (top, *top.children(recursive=True)):
+        for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 size += process.memory_info().rss
     return size

@@ -140,7 +140,8 @@ def columns(directory: Path, method: str, bits: int = 4, ordered: bool = False) 
             order = order[torch.randperm(inside, generator=dice)]
         codes = torch.randint(0, 1 << bits, (inside, out), generator=dice)
         zeros = torch.randint(1, 1 << bits, (inside // group, out), generator=dice)
-        scales = (torch.rand(inside // group, out, generator=dice) * 0.02 + 0.001).to(torch.float16)
+        largest = 16 / (1 << bits)  # weights of 8 bits are as large as those of 4, or rounding alone changes the tokens
+        scales = (largest * (torch.rand(inside // group, out, generator=dice) * 0.02 + 0.001)).to(torch.float16)
         expected[name] = ((codes - zeros[order]).to(torch.float16) * scales[order]).t()
         base = name.removesuffix("weight")
         if method == "gptq":

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
@@ -81,6 +81,10 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     def make(name: str) -> Path:
         torch.manual_seed(1)
         config = AutoConfig.for_model(name, **(_SHAPE | KINDS[name]), initializer_range=0.3)
+        if len(DynamicCache(config=config).layers) < config.num_hidden_layers:
+            pytest.skip(
+                "this transformers has no cache layer where keys are shared: rows of one length alone are served"
+            )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)

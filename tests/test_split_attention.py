@@ -100,7 +100,7 @@ def test_sinks_take_their_part_of_each_softmax(dtype: torch.dtype, by_kernel: di
 def test_recorded_steps_give_the_same_logits(name: str, by_kernel: dict[str, Any]) -> None:
     ran, recorded, replaced, actual, expected = by_kernel[name]
     assert ran > 0
-    assert replaced == ["Norms", "Rotations", "Routers"][: 3 if name == "gpt_oss" else 2]
+    assert replaced == ["Norms", "Linears", "Rotations", "Routers"][: 4 if name == "gpt_oss" else 3]
     assert recorded > 0
     for ours, other in zip(actual, expected, strict=True):
         assert error(ours, other) < 1e-5

@@ -160,7 +160,7 @@ class JoinedLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, stores: Sequence[Any], rows: Sequence[int], biases: Sequence[Bias | None], by: Attend) -> None:
         super().__init__()
         self._stores, self._rows, self._biases, self._by = stores, rows, biases, by
-        self._length: int = max(store.get_seq_length() for store in stores)
+        self.length: int = max(store.get_seq_length() for store in stores)
         self.attended = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class JoinedLayer(DynamicLayer):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return 1, 0
@@ -299,6 +299,8 @@ class Ragged:
             layers = [JoinedHostLayer(stores, rows, biases, on_host) for stores in zip(*caches, strict=True)]
         else:
             layers = [JoinedLayer(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
+        for layer in layers if self.alibi is not None else ():
+            layer.length = 0  # BLOOM may make a bias of this length: nobody reads it, but it must not grow in graphs
         before = self._name
         self.switch(JOINED)
         try:

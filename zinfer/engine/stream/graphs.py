@@ -14,9 +14,9 @@ n]`` does not say where on the device a step's tokens are. A graph is believed o
 step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
 to layer, in random weights above all; so where logits differ, the keys and values of the first layers decide.
 
-What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), rotary positions
-(`rotations`), routers (`routers`), and attention with sinks, or where few rows have many positions (`split_attention`).
-If it fails or differs with them, it is recorded without.
+What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), products of few
+tokens (`linears`), rotary positions (`rotations`), routers (`routers`), new keys and values, and attention with sinks,
+or where few rows have many positions (`split_attention`). If it fails or differs with them, it is recorded without.
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
@@ -42,6 +42,7 @@ from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
+from zinfer.engine.stream.linears import Linears
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.rotations import Rotations
 from zinfer.engine.stream.routers import Routers
@@ -77,6 +78,7 @@ TUNED = Tuning()
 TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 
 Run = Callable[[], Tensor]
+Append = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
 States = list[tuple[Tensor, Tensor]]  # hidden states before and after each decoder layer
 
@@ -152,11 +154,13 @@ class CudaRecorder:
 
     @staticmethod
     def _rehearse(run: Run) -> None:
-        """Run a pass once before its recording. That loads kernels and takes workspaces. Raises
-        RuntimeError if the host waits for the device in it, which would spoil the recording."""
+        """Run a pass twice before its recording. That loads kernels, those of products that the first run finds to
+        belong together (`linears`) as well, and takes workspaces. Raises RuntimeError if the host waits for the device
+        in it, which would spoil the recording."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            run()
             run()
         finally:
             torch.cuda.set_sync_debug_mode(before)
@@ -206,22 +210,27 @@ def end_of(length: int, capacity: int) -> int:
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one decoder layer in a recorded pass: the first `end` slots of memory ``[B, kv_heads, room,
-    head_dim]``, computed or not. The new ones go to `slots`, ``[n]`` on the device. `bias` is that of a sliding
-    window."""
+    head_dim]``, computed or not. The new ones go to `slots`, ``[n]`` on the device, by a kernel `append` if given.
+    `bias` is that of a sliding window."""
 
     is_compileable = True  # transformers then never looks at a mask's values, which are on the device
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, end: int, bias: Bias | None = None) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, slots: Tensor, end: int, bias: Bias | None, append: Append | None
+    ) -> None:
         super().__init__()
-        self.bias = bias
+        self.bias, self._append = bias, append
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         self._slots, self._end = slots, end
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self._slots, key_states)
-        self.values.index_copy_(2, self._slots, value_states)
+        if self._append is not None and key_states.stride(-1) == 1 == value_states.stride(-1):
+            self._append(self.keys, self.values, key_states, value_states, self._slots)
+        else:
+            self.keys.index_copy_(2, self._slots, key_states)
+            self.values.index_copy_(2, self._slots, value_states)
         return self.keys, self.values
 
     def hand_back(self) -> None:
@@ -296,12 +305,12 @@ class StaticKV:
         """Return the slot of the next token in each layer."""
         return [layer.slots.next_slot(batch.length) for layer in _layers(batch)]
 
-    def layers(self, end: int, count: int, dtype: torch.dtype) -> list[StaticLayer]:
+    def layers(self, end: int, count: int, dtype: torch.dtype, append: Append | None) -> list[StaticLayer]:
         """Return the layers of a pass that sees the first `end` positions."""
         slots = {None: self.slots(count)} | {window: self.slots(count, window) for window in self.within}
         biases = {window: Bias(bias(self.seen_within(window, count), dtype)) for window in self.within}
         return [
-            StaticLayer(*pair, slots[window], end if window is None else pair[0].shape[2], biases.get(window or 0))
+            StaticLayer(*pair, slots[window], pair[0].shape[2] if window else end, biases.get(window or 0), append)
             for pair, window in zip(self.tensors, self.windows, strict=True)
         ]
 
@@ -384,8 +393,9 @@ class Graphs:
         self._checks, self._differences = 0, 0
         self._custom = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
         self.kernels = "none"  # what became of them
-        self._replaced: list[Norms | Rotations | Routers] = []
+        self._replaced: list[Norms | Linears | Rotations | Routers] = []
         self._attend: Attend = plain_attention
+        self._append: Append | None = None
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
         # Shapes of steps, and rows and capacities of their micro-batches, that have no use for graphs.
@@ -467,7 +477,7 @@ class Graphs:
         """Return a graph, not recorded yet, that sees `ends` positions; make room for it."""
         assert self._recorder is not None
         count, keep = _shape(parts)
-        if not self._replaced:
+        if self.kernels == "none":
             self._find_kernels(parts[0].token_ids.device)
         while len(graph_set.graphs) >= (TUNED.max_layered if by_layer else TUNED.max_graphs):
             del graph_set.graphs[next(iter(graph_set.graphs))]
@@ -607,13 +617,16 @@ class Graphs:
 
     def _find_kernels(self, device: torch.device) -> None:
         """Choose the kernels that replace the model's own in recorded passes."""
-        self._replaced = [Norms(self._model, device)]
-        if cannot_run(device) is None:
-            self._replaced += [Rotations(self._model, device), Routers(self._model, device)]
-            if self._ragged.able:
-                self._attend = split_attention
-        self._custom = any(map(len, self._replaced)) or self._attend is split_attention
-        self.kernels = "on" if self._custom else "none"
+        if (why_not := cannot_run(device)) is not None:
+            self.kernels = f"off: {why_not}"
+            return
+        from zinfer.engine.stream.step_kernels import append
+
+        model = self._model
+        self._replaced = [Norms(model, device), Linears(self._layers), Rotations(model, device), Routers(model, device)]
+        if self._ragged.able:
+            self._attend = split_attention
+        self._append, self._custom, self.kernels = append, True, "on"
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
@@ -637,7 +650,9 @@ class Graphs:
                 (window,) = memory.within
                 within = bias(memory.seen_within(window, count), dtype)
                 mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
-            caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype)))
+            caches = nullcontext(
+                Cache(layers=memory.layers(ends[0], count, dtype, self._append if self._custom else None))
+            )
         with caches as cache, self._surrounding(), self._kernels():
             inputs: dict[str, object] = {
                 "input_ids": graph.token_ids,
@@ -655,7 +670,8 @@ class Graphs:
     ) -> AbstractContextManager[Cache]:
         """Return joined attention of a recorded pass (`whole`), or layers of it."""
         dtype, device = self._model.dtype, memories[0].slot.device
-        layers = [memory.layers(end, count, dtype) for memory, end in zip(memories, ends, strict=True)]
+        append = self._append if self._custom else None
+        layers = [memory.layers(end, count, dtype, append) for memory, end in zip(memories, ends, strict=True)]
         biases = [
             self._ragged.bias(memory.seen(end, count), memory.mask[:, :end], end, dtype, device)
             for memory, end in zip(memories, ends, strict=True)

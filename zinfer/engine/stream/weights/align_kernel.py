@@ -1,9 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernel that sorts pairs of token and expert into blocks.
+"""Triton kernels around grouped products: sort pairs, add parts.
 
-A grouped product takes `block` rows of one expert at a time. Here the numbers of the pairs are put in the order of
-their experts, and each expert's are padded to whole blocks. One program does so without the host, so that a CUDA graph
-can hold it. With TRITON_INTERPRET=1 in the environment the kernel runs on a CPU.
+A grouped product takes `block` rows of one expert at a time. Here the numbers of pairs of a token and an expert are put
+in the order of their experts, and each expert's are padded to whole blocks. One program does so without the host, so
+that a CUDA graph can hold it. `summed` adds the products of parts of the columns. With TRITON_INTERPRET=1 in the
+environment the kernels run on a CPU.
 """
 
 import torch
@@ -11,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zinfer.engine.stream.weights.expand import rounded
+
+SUMMED = 256  # sums of a program
 VALUES = 8192  # comparisons of pairs with experts that the program does at a time
 MAX_PAIRS = 2048  # of the program, which takes them a few at a time; torch sorts the pairs of prompts
 
@@ -47,6 +51,19 @@ def align(experts: Tensor, count: int, block: int, splits: int = 1) -> tuple[Ten
         num_warps=8,
     )
     return numbers, owners, total
+
+
+def summed(partial: Tensor, bias: Tensor | None) -> Tensor:
+    """Return sums ``[tokens, N]`` of partial products.
+
+    These are ``[tokens, splits, N]``; a bias ``[N]`` is added.
+    """
+    tokens, splits, rows = partial.shape
+    out = partial.new_empty(tokens, rows)
+    _summed[(tokens, triton.cdiv(rows, SUMMED))](
+        partial, bias, out, splits, rows, SPLITS=triton.next_power_of_2(splits), BLOCK=SUMMED, num_warps=4
+    )
+    return out
 
 
 def _sorted(experts: Tensor, count: int, block: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,3 +128,17 @@ def _chosen(experts, pair, expert, pairs, COUNT: tl.constexpr, SPLITS: tl.conste
     """Return 1 where a pair has an expert, int32 ``[pairs, experts]``."""
     number = tl.load(experts + pair // SPLITS, mask=pair < pairs, other=-1).to(tl.int32) * SPLITS + pair % SPLITS
     return ((number[:, None] == expert[None, :]) & (expert[None, :] < COUNT)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["splits", "rows"])
+def _summed(partial, bias, out, splits, rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the parts of a token's products."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS)
+    inside = (split < splits)[:, None] & (row < rows)[None, :]
+    parts = tl.load(partial + (token * splits + split)[:, None] * rows + row[None, :], mask=inside, other=0.0)
+    value = tl.sum(parts.to(tl.float32), 0)
+    if bias is not None:
+        value += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(out + token * rows + row, rounded(value, out.dtype.element_ty), mask=row < rows)

@@ -30,6 +30,15 @@ UNPACKED_ROWS = 256  # of the identity matrix, in one product that unpacks a mat
 MIN_TILES = 128  # of a product, where its columns can be split: about as many as an H100 has multiprocessors
 MAX_SPLITS = 8
 BANDS = tuple(4**power for power in range(9))  # rows of a product's result up to which one way is taken
+# Way of a Hopper GPU through long rows of 4-bit integers, where few blocks of them leave it idle: more bytes on their
+# way. Mixtral's second matrix takes 20 us for a token on an H200 so, and 36 in humming-kernels' own way.
+LONG: dict[str, Any] = {
+    "block_shape": (8, UNIT_ROWS, 256),
+    "warp_shape": (8, 64, 64),
+    "num_stages": 4,
+    "num_ctas_per_sm": 1,
+}
+LONG_COLUMNS, LONG_BLOCKS = 4096, 264  # at least, and at most
 _MIDDLES = {"middle4": 8, "middle8": 128, "whole4": 0, "whole8": 0}
 
 
@@ -166,8 +175,8 @@ def _packed(values: Tensor, bits: int) -> Tensor:
 class _Kernels:
     """Kernels of humming-kernels for one shape: each for products of up to so many rows."""
 
-    def __init__(self, config: Any, tensors: dict[str, Tensor], experts: int) -> None:
-        self.tensors, self.experts, self._config = tensors, experts, config
+    def __init__(self, config: Any, tensors: dict[str, Tensor], experts: int, kind: str) -> None:
+        self.tensors, self.experts, self._config, self._kind = tensors, experts, config, kind
         self.name = str(config.to_str())
         self._compute = json.dumps({"gemm_type": "indexed" if experts else "dense"})
         self._device = tensors["weight"].device
@@ -183,9 +192,18 @@ class _Kernels:
 
             gemm = "indexed" if self.experts else "dense"
             tuning = get_heuristics_config(self._config, shape_m=band, gemm_type=gemm, device=self._device)
-            tuning = {**tuning, "use_stream_k": False}
+            tuning = {**tuning, "use_stream_k": False, **(LONG if self._is_long(tuning, band) else {})}
             self._tunings[band] = tuning["block_shape"][0], json.dumps(tuning)
         return self._tunings[band]
+
+    def _is_long(self, tuning: dict[str, Any], count: int) -> bool:
+        """Tell whether products of up to `count` rows go the way `LONG`."""
+        rows, columns = self._config.shape_n, self._config.shape_k
+        blocks = -(-rows // UNIT_ROWS) * (min(count, self.experts) if self.experts else 1)
+        hopper = torch.cuda.get_device_capability(self._device) == (9, 0)
+        integers = self._kind == "uint4" and tuning["block_shape"][0] == LONG["block_shape"][0]
+        fits = columns >= LONG_COLUMNS and columns % LONG["block_shape"][2] == 0
+        return hopper and integers and fits and blocks <= LONG_BLOCKS
 
     def compile(self) -> None:
         """Begin to compile all kernels, on all cores; `finish` waits for them. Compiled ones are read."""
@@ -237,14 +255,17 @@ class Matrix:
         """Tell whether it multiplies `states` ``[.., K]``."""
         return states.dtype == self.dtype and states.shape[-1] == self.columns and states.numel() > 0
 
-    def multiply(self, states: Tensor) -> Tensor:
-        """Return the products ``[tokens, N]`` of `states` ``[tokens, K]`` with a matrix."""
+    def multiply(self, states: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return products ``[tokens, N]`` of ``[tokens, K]``. A bias ``[N]`` is added."""
+        from zinfer.engine.stream.weights.align_kernel import summed
+
         tokens = len(states)
         if self.parts is None or not self._few(-(-tokens // 16)):
-            return self.whole(states, tokens)
+            product = self.whole(states, tokens)
+            return product if bias is None else product.add_(bias)
         count = tokens * self.splits
         partial = self.parts(states.reshape(count, -1), count, self._aligned_parts(tokens))
-        return partial.view(tokens, self.splits, self.rows).sum(1)
+        return summed(partial.view(tokens, self.splits, self.rows), bias)
 
     def multiply_pairs(self, states: Tensor, experts: Tensor, aligned: dict[int, Aligned]) -> Tensor:
         """Return partial products of each pair of token and expert. They are ``[pairs, splits, N]``, to be added along
@@ -352,7 +373,7 @@ def prepare(form: Form, dtype: torch.dtype) -> Matrix:
         )
 
     config, tensors = prepare_fp16_e8m0_scale(config_of(form.columns, form.experts), tensors)
-    whole = _Kernels(config, transform_humming_tensors(config, tensors), form.experts)
+    whole = _Kernels(config, transform_humming_tensors(config, tensors), form.experts, form.kind)
     splits, parts = _splits(form), None
     if splits > 1 and config.weight_scale_2_type == schema.weight_scale_2_type:
         count = max(1, form.experts) * splits
@@ -361,7 +382,7 @@ def prepare(form: Form, dtype: torch.dtype) -> Matrix:
         }
         if scaled:
             views["weight_scale_2"] = whole.tensors["weight_scale_2"].repeat_interleave(splits)
-        parts = _Kernels(config_of(form.columns // splits, count), views, count)
+        parts = _Kernels(config_of(form.columns // splits, count), views, count, form.kind)
     for kernels in (whole, parts):
         if kernels is not None and kernels.name not in _compiled:
             kernels.compile()

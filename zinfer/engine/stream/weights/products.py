@@ -232,8 +232,7 @@ class PackedProducts(CheckedKernel):
         matrix = self._matrix(index, name)
         if matrix is None or matrix.experts or not matrix.takes(states) or states.requires_grad:
             return None
-        product = matrix.multiply(states.reshape(-1, matrix.columns)).view(*states.shape[:-1], matrix.rows)
-        return product if bias is None else product.add_(bias)
+        return matrix.multiply(states.reshape(-1, matrix.columns), bias).view(*states.shape[:-1], matrix.rows)
 
 
 def _few(form: low_bit.Form) -> list[int]:

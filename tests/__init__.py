@@ -31,21 +31,21 @@ def alive(process: int) -> bool:
         return False
 
 
-def found(facts: Sequence[str], text: str) -> list[str]:
+def facts_in(facts: Sequence[str], text: str) -> list[str]:
     """Return the `facts` that `text` states, in this order.
 
     A fact counts as a whole word or number only: ``8`` is neither in ``18`` nor in ``8.5``.
     """
-    known, place = [], 0
+    stated, place = [], 0
     for fact in facts:
         before, after = (r"(?<!\w)(?<!\d[.,])", r"(?![.,]?\d)(?!\w)")
         pattern = before * fact[:1].isalnum() + re.escape(fact) + after * fact[-1:].isalnum()
         if match := re.compile(pattern).search(text, place):
-            known.append(fact)
+            stated.append(fact)
             place = match.end()
-    return known
+    return stated
 
 
 def mentions(text: str, *facts: str) -> bool:
     """Tell whether a line of `text` has all `facts` in order."""
-    return any(len(found(facts, line)) == len(facts) for line in text.splitlines())
+    return any(len(facts_in(facts, line)) == len(facts) for line in text.splitlines())

@@ -45,7 +45,7 @@ def _moved(entry: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     return entry | {"data_offsets": [start, end]}
 
 
-def _own(header: dict[str, Any]) -> list[str]:
+def _with_data(header: dict[str, Any]) -> list[str]:
     """Return the names of tensors that have data, in order."""
     held = [name for name in header if name != "__metadata__" and len(set(header[name]["data_offsets"])) == 2]
     return sorted(held, key=lambda name: header[name]["data_offsets"][0])
@@ -69,7 +69,7 @@ def _shifted(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[
 
 def _exchanged(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Place a tensor over another one."""
-    first, other = dice.sample(_own(header), 2)
+    first, other = dice.sample(_with_data(header), 2)
     start, end = header[first]["data_offsets"]
     begin = min(header[other]["data_offsets"][0] + 1, max(0, len(data) - (end - start)))
     if begin == start:
@@ -79,7 +79,7 @@ def _exchanged(dice: random.Random, header: dict[str, Any], data: bytes) -> tupl
 
 def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Leave a hole of 8 bytes in the middle."""
-    at = header[dice.choice(_own(header))]["data_offsets"][0]
+    at = header[dice.choice(_with_data(header))]["data_offsets"][0]
     moved = {
         name: entry
         if name == "__metadata__" or entry["data_offsets"][0] < at
@@ -91,13 +91,13 @@ def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any
 
 def _twice(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Name a tensor twice, with the data of another one."""
-    first, other = dice.sample(_own(header), 2)
+    first, other = dice.sample(_with_data(header), 2)
     return [*header.items(), (first, header[other])], data
 
 
 def _renamed(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Give a tensor the name of a layer with an endless number."""
-    chosen = dice.choice(_own(header))
+    chosen = dice.choice(_with_data(header))
     number = dice.choice("123456789") * dice.choice([10, 25, 5000, 100_000])
     name = dice.choice(
         ["model.layers.{}.mlp.up_proj.weight", "h.{}.ln_1.bias", "model.layers.0.mlp.experts.{}.w1.weight"]
@@ -107,7 +107,7 @@ def _renamed(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[
 
 def _field(name: str, values: tuple[Any, ...]) -> Callable[..., tuple[Any, bytes]]:
     def damaged(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
-        key = dice.choice(_own(header))
+        key = dice.choice(_with_data(header))
         return header | {key: header[key] | {name: dice.choice(values)}}, data
 
     return damaged

@@ -129,7 +129,7 @@ class InlineRows(InlineWorker):
         return super()._exchange(message)
 
     def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
-        self.alive, self.queue, self.most = [], [], request.rows or 1 << 20
+        self.alive, self.queue, self.max_rows = [], [], request.rows or 1 << 20
         return BatchStarted(positions=1 << 20)
 
     def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
@@ -144,7 +144,7 @@ class InlineRows(InlineWorker):
         answers: dict[int, Update] = {}
         passes = 0
         while passes < self.steps and not any(answer.finish_reason for answer in answers.values()):
-            free = self.most - len(self.alive)
+            free = self.max_rows - len(self.alive)
             self.alive, self.queue = self.alive + self.queue[:free], self.queue[free:]
             passes += 1
             self._pass(answers)

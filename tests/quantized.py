@@ -170,7 +170,7 @@ def mxfp4(directory: Path) -> Path:
     return rewrite(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, change)
 
 
-def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Tensors]:
+def modelopt(directory: Path, kind: str, separate: bool = False) -> tuple[Path, Tensors]:
     """Checkpoint as ModelOpt exports it. It has scales of activations and of the KV cache, and the weights in the
     arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know.
     """
@@ -203,7 +203,7 @@ def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Te
 
     config_of_kind = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     rewrite(directory, {"quant_method": "modelopt", **config_of_kind}, change)
-    if beside:
+    if separate:
         path = directory / "config.json"
         config = json.loads(path.read_text())
         del config["quantization_config"]

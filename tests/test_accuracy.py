@@ -48,7 +48,7 @@ def inline() -> InlineWorker:
 
 
 @cache
-def pieces(directory: Path) -> list[list[int]]:
+def samples_of(directory: Path) -> list[list[int]]:
     """Pieces of the text, as the comparison takes them."""
     with TokenizerProcess(plan(directory).model) as tokenizer:
         return windows(tokenizer, TEXT, SAMPLES, INPUT + OUTPUT)[0]
@@ -131,7 +131,7 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     fp8 = by_setting(ran(comparison(directory, "fp8")))["fp8", "own"]
-    rows = [row for piece in pieces(directory) for row in (piece[:INPUT], piece[:INPUT])]
+    rows = [row for sample in samples_of(directory) for row in (sample[:INPUT], sample[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
         loaded = base.load(TARGET)(asked)
@@ -156,7 +156,7 @@ def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None
     directory = checkpoint("llama")
     text = by_setting(ran(comparison(directory, "bf16")))["bf16", "text"]
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    token_ids = torch.tensor(pieces(directory))
+    token_ids = torch.tensor(samples_of(directory))
     with torch.inference_mode():
         logits = whole(token_ids).logits[:, INPUT - 1 : -1]
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, INPUT:].flatten())
@@ -240,11 +240,11 @@ def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) ->
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
     worker = inline()
     worker.load(plan(checkpoint("llama")))
-    piece, *_ = pieces(checkpoint("llama"))
-    rows = [study.AccuracyRow(piece[:INPUT], None), study.AccuracyRow(piece[:INPUT], piece[INPUT:])]
+    sample, *_ = samples_of(checkpoint("llama"))
+    rows = [study.AccuracyRow(sample[:INPUT], None), study.AccuracyRow(sample[:INPUT], sample[INPUT:])]
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
-    assert free.tokens[1] == piece[INPUT:]
+    assert free.tokens[1] == sample[INPUT:]
     generated = free.tokens[0]
     ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({generated[2], free.tokens[1][0]}))
     assert ended.lengths == [generated.index(generated[2]) + 1, OUTPUT]
@@ -270,8 +270,8 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
 ) -> None:
     with TokenizerProcess(plan(checkpoint("llama")).model) as tokenizer:
         samples, tokens = windows(tokenizer, "abcdefghijk", 3, 3)
-        letters = [[chr(token + 28) for token in piece] for piece in samples]
-        assert letters == [list("abc"), list("efg"), list("ijk")]
+        characters = [[chr(token + 28) for token in sample] for sample in samples]
+        assert characters == [list("abc"), list("efg"), list("ijk")]
         assert tokens == 11
         assert [token for token, *_ in tokenizer.facts.ends] == [2]
         with pytest.raises(StudyError, match="8 tokens, too few for 3 samples of 3"):

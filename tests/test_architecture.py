@@ -248,25 +248,25 @@ def test_an_implementation_of_transformers_is_chosen_by_zinfer_alone() -> None:
 
 def test_types_that_compute_attention_themselves_are_known() -> None:
     """They store keys and values, and never look an attention function up. BLOOM has an adapter."""
-    own = set()
+    causal = set()
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         name = model_type_to_module_name(kind)
         source = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
         code = source.read_text() if source.exists() else ""
         if re.search(r"(past_key_values?|layer_past)\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
-            own.add(kind)
-    assert len(own) > 10
+            causal.add(kind)
+    assert len(causal) > 10
     by_name_later = {"moshi", "nemotron"}
-    assert own - by_name_later - {"bloom"} <= ATTEND_THEMSELVES
+    assert causal - by_name_later - {"bloom"} <= ATTEND_THEMSELVES
 
 
-@pytest.mark.parametrize(("kind", "hosted"), [("llama", True), ("falcon", False)])
-def test_no_row_in_host_memory_is_planned_for_them(kind: str, hosted: bool) -> None:
+@pytest.mark.parametrize(("kind", "offloaded"), [("llama", True), ("falcon", False)])
+def test_no_row_in_host_memory_is_planned_for_them(kind: str, offloaded: bool) -> None:
     spec = from_config(kind, GQA | {"model_type": kind, "num_hidden_layers": 80})
     big = spec.model_copy(update={"layers": spec.layers * 4, "num_layers": 320, "total_layers": 320})
     workload = Workload(batch_size=100_000, input_len=32, output_len=32)
     case = Case(model=kind, engine="stream", offload="cpu", workload=workload, options=(("kv_attention", "cpu"),))
     explicit = case.model_copy(update={"options": (("kv_offload", "cpu"),)})
     plans = [make_plan(each, big, machine("h200")) for each in (case, explicit)]
-    assert (plans[0].placement.host_rows(100_000) > 0) is hosted
-    assert ("computes attention itself" in (plans[1].why_not or "")) is not hosted
+    assert (plans[0].placement.host_rows(100_000) > 0) is offloaded
+    assert ("computes attention itself" in (plans[1].why_not or "")) is not offloaded

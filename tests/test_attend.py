@@ -78,8 +78,8 @@ def blocks_of(
         else:
             stored = [states.to(dtype)[:, :, :length] for states in both]
         blocks.append((stored[0], stored[1]))
-        wide = [cpu_kernel.dequantized(states, torch.float32).double() for states in stored]
-        exact.append((wide[0], wide[1]))
+        doubles = [cpu_kernel.dequantized(states, torch.float32).double() for states in stored]
+        exact.append((doubles[0], doubles[1]))
     return blocks, exact
 
 

@@ -139,14 +139,14 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
 def test_the_largest_batch_is_predicted() -> None:
     """The tolerance is an eighth: the plan leaves out gaps of the allocator and short-lived tensors of a step."""
     machines, points = committed.machines(), committed.points()
-    factors = fit(points, machines)
+    fitted = fit(points, machines)
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
         group = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
         group = [p for p in group if p.case.engine == "stream" and p.case.workload.output_len == 32]
         group = [p for p in group if plan_options(p.case.engine, p.case.options).kv_offload == "none"]
         edge = max(p.case.workload.batch_size for p in group if p.status == "ok")
         spec = resolve.resolve(name, None, layers)
-        plan = predict(group[0].case, spec, machines[group[0].machine], factors)
+        plan = predict(group[0].case, spec, machines[group[0].machine], fitted)
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
@@ -234,10 +234,10 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     assert any(fit_point.model.num_experts for fit_point in fitted)
     for left_out in fitted:
         case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
-        factors = fit([point for point in points if point is not left_out.point], machines).get(case.engine)
-        assert (row.predicted == {}) is (factors is None), "no other point of this engine"
-        if factors is not None:
-            assert row.predicted == left_out.predicted(factors)
+        others = fit([point for point in points if point is not left_out.point], machines).get(case.engine)
+        assert (row.predicted == {}) is (others is None), "no other point of this engine"
+        if others is not None:
+            assert row.predicted == left_out.predicted(others)
 
 
 def test_unusable_points_are_left_out() -> None:
@@ -263,16 +263,16 @@ def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> Non
 
 def test_a_band_is_that_of_records_of_the_same_kind() -> None:
     """Another format, experts, residence or GPU has none."""
-    factors, spec = shipped(), resolve.resolve("bloom-176b")
+    fitted, spec = shipped(), resolve.resolve("bloom-176b")
     asked = case(8, layers=None, options=())
-    assert 0.05 <= (predict(asked, spec, H100, factors).error or 0) < 0.2
-    assert predict(asked, spec, machines.load("h200"), factors).error is not None
+    assert 0.05 <= (predict(asked, spec, H100, fitted).error or 0) < 0.2
+    assert predict(asked, spec, machines.load("h200"), fitted).error is not None
     for other in ("a100-80gb", "rtx-4090"):
-        assert predict(asked, spec, machines.load(other), factors).error is None
+        assert predict(asked, spec, machines.load(other), fitted).error is None
     mixture = asked.model_copy(update={"model": "gpt-oss-120b"})
-    assert predict(mixture, resolve.resolve("gpt-oss-120b"), H100, factors).error is None
-    raw = predict(case(8, layers=None), spec, H100, factors)
-    assert (raw.placement.codec, raw.error) != ("none", predict(asked, spec, H100, factors).error)
+    assert predict(mixture, resolve.resolve("gpt-oss-120b"), H100, fitted).error is None
+    raw = predict(case(8, layers=None), spec, H100, fitted)
+    assert (raw.placement.codec, raw.error) != ("none", predict(asked, spec, H100, fitted).error)
 
 
 def test_what_ships_is_the_fit_of_the_records(tmp_path: Path) -> None:
@@ -282,13 +282,13 @@ def test_what_ships_is_the_fit_of_the_records(tmp_path: Path) -> None:
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
-    factors = fit(committed.points(), committed.machines())
-    assert set(factors) >= {"stream", "deepspeed", "accelerate"}
-    for efficiency in factors.values():
+    fitted = fit(committed.points(), committed.machines())
+    assert set(fitted) >= {"stream", "deepspeed", "accelerate"}
+    for efficiency in fitted.values():
         assert 0.5 < efficiency.link_share <= 1.01
         assert 0 < efficiency.mfu < 1
         assert 0.2 < efficiency.unpack_share < 0.5
         assert 0.5 < efficiency.memory < 1.5
         assert efficiency.errors
-    assert max(band for _, band in factors["stream"].errors) <= 0.4
+    assert max(band for _, band in fitted["stream"].errors) <= 0.4
     assert Efficiency().errors == ()

@@ -546,7 +546,7 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4096)
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path)
     ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
-    pieces = max(len(image.chunks) for image in ring.layers)
+    chunks = max(len(layer.chunks) for layer in ring.layers)
 
     def depth_for_a_batch() -> int:
         batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 1)
@@ -554,16 +554,16 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
         return int(ring.depth)
 
     one_layer = depth_for_a_batch()
-    assert one_layer < 2 * pieces
+    assert one_layer < 2 * chunks
     engine.expect(LOAD)
-    assert ring.depth == 2 * pieces
+    assert ring.depth == 2 * chunks
     engine.expect(None)
     assert depth_for_a_batch() == one_layer
     full = engine.planner.at(LOAD).gpu.total + engine.plan.model.layer_bytes
     machine = engine.plan.machine.model_copy(update={"host_bytes": full})
     engine.plan = engine.plan.model_copy(update={"machine": machine})
     engine.expect(LOAD)
-    assert ring.depth < 2 * pieces
+    assert ring.depth < 2 * chunks
 
 
 def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(

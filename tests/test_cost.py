@@ -552,15 +552,15 @@ def test_every_gpu_brings_its_own_link() -> None:
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
-    together = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12, "gpu_count": 4})
-    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, together)
+    linked_gpus = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12, "gpu_count": 4})
+    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, linked_gpus)
     assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
-    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, together)
+    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, linked_gpus)
     assert (more.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 240e9, rel=FULL_RING), "further links"
-    bounded = together.model_copy(update={"host_bandwidth": 150e9})
+    bounded = linked_gpus.model_copy(update={"host_bandwidth": 150e9})
     more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, bounded)
     assert more.bound_by == "host memory"
-    slow = together.model_copy(update={"gather_bandwidth": 60e9})
+    slow = linked_gpus.model_copy(update={"gather_bandwidth": 60e9})
     plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
     assert plan.bound_by == "gather"
     assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)

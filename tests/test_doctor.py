@@ -22,8 +22,8 @@ def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", lambda name: ENGINES[name] if name == "stream" else refuse(name))
     assert CliRunner().invoke(doctor.command).exit_code == 0
     rows = {row.name: row for row in (*doctor.package_rows(), *doctor.machine_rows(), *doctor.engine_rows())}
-    assert mentions(rows["stream"].found, "can run", "cpu, none")
-    assert rows["deepspeed"].found == "cannot run"
+    assert mentions(rows["stream"].finding, "can run", "cpu, none")
+    assert rows["deepspeed"].finding == "cannot run"
     assert "pip install" in rows["deepspeed"].advice
     assert set(ENGINES) | set(doctor.PACKAGES) | {"python", "GPU", "host memory", "memlock limit", "free disk"} <= set(
         rows
@@ -59,14 +59,14 @@ def test_libaio_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     rows = {row.name: row for row in doctor.machine_rows()}
-    assert mentions(rows["libaio"].found, "no libaio", "no C++ compiler")
+    assert mentions(rows["libaio"].finding, "no libaio", "no C++ compiler")
     assert mentions(rows["libaio"].advice, "libaio-dev", "deepspeed", "nvme")
     monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (tmp_path / "libaio.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path))
     rows = {row.name: row for row in doctor.machine_rows()}
-    assert mentions(rows["libaio"].found, "libaio.so.1", "libaio.h", "/usr/bin/c++")
+    assert mentions(rows["libaio"].finding, "libaio.so.1", "libaio.h", "/usr/bin/c++")
     assert rows["libaio"].advice == ""
 
 
@@ -74,19 +74,19 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "gpus", lambda: [{"name": "NVIDIA H200", "driver": "580"}] * 2)
     monkeypatch.setattr(host, "memory_limit", lambda: 2 << 30)
     monkeypatch.setattr("shutil.which", lambda name: {"gcc": "/usr/bin/gcc"}.get(name))
-    rows = {row.name: row.found for row in doctor.machine_rows()}
+    rows = {row.name: row.finding for row in doctor.machine_rows()}
     assert mentions(rows["GPU"], "2 x NVIDIA H200", "580")
     assert re.search(r"2\.0 GiB, .*control group.* \d+\.\d GiB", rows["host memory"])
     assert rows["C compiler"].endswith("/gcc")
     assert "CUDA" in rows["memlock limit"]
     monkeypatch.setattr(host, "gpus", list)
-    rows = {row.name: row.found for row in doctor.machine_rows()}
+    rows = {row.name: row.finding for row in doctor.machine_rows()}
     assert rows["GPU"].startswith("none")
-    assert not any("CUDA" in found or "GPU" in found for found in rows.values())
+    assert not any("CUDA" in finding or "GPU" in finding for finding in rows.values())
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _name: None)
     (row,) = (row for row in doctor.machine_rows() if row.name == "C compiler")
-    assert row.found == "none"
+    assert row.finding == "none"
     assert "install gcc" in row.advice

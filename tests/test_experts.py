@@ -532,9 +532,11 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         bench.close()
 
 
-@pytest.mark.parametrize(("forget", "message"), [("compute", "before its content"), ("copy", "overwritten before")])
-def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkeypatch: Patch) -> None:
-    bench = Bench(3, 4, FakeQueues(forget_waits=forget), monkeypatch)
+@pytest.mark.parametrize(
+    ("skipped_wait", "message"), [("compute", "before its content"), ("copy", "overwritten before")]
+)
+def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, monkeypatch: Patch) -> None:
+    bench = Bench(3, 4, FakeQueues(skip_waits=skipped_wait), monkeypatch)
     bench.pool.begin(False)
     with pytest.raises(Race, match=message):
         bench.whole_pass()

@@ -57,10 +57,10 @@ class GatherBench(Bench):
 
 
 def bench(
-    sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, forget: str = ""
+    sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, skipped_wait: str = ""
 ) -> tuple[Bench, FakeRanks]:
     patch.setattr(chunk_module, "CHUNK_BYTES", 1024)
-    queues = FakeQueues(forget_waits=forget)
+    queues = FakeQueues(skip_waits=skipped_wait)
     ranks = FakeRanks(rank, size, queues)
 
     def make(
@@ -126,10 +126,10 @@ def test_every_trip_has_the_same_gathers(
 
 
 @pytest.mark.parametrize("kept", [[], [1]])
-@pytest.mark.parametrize("forget", ["gather", "compute", "copy"])
-def test_a_wait_that_is_missing_is_seen(forget: str, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("skipped_wait", ["gather", "compute", "copy"])
+def test_a_wait_that_is_missing_is_seen(skipped_wait: str, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Race):  # noqa: PT012
-        checked, ranks = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
+        checked, ranks = bench([2600, 2600, 2600], 3, monkeypatch, skipped_wait=skipped_wait)
         checked.ring.keep(kept)
         ranks.again()
         checked.run_pass()

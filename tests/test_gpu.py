@@ -94,7 +94,14 @@ def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
 ) -> None:
     directory = checkpoint(architecture)
     engine = load(
-        "stream", directory, "cpu", tmp_path, here=device_rows, tokens=9, kv_offload="auto", kv_attention=attention
+        "stream",
+        directory,
+        "cpu",
+        tmp_path,
+        device_rows=device_rows,
+        tokens=9,
+        kv_offload="auto",
+        kv_attention=attention,
     )
     check(engine, directory)
 
@@ -141,7 +148,9 @@ def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     expected = follow(alone, given, lengths)
     alone.close()
-    split = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_cache_dtype="int8", kv_offload="auto")
+    split = load(
+        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto"
+    )
     for _ in range(TURNS):
         for actual, wanted in zip(follow(split, given, lengths), expected, strict=True):
             assert torch.allclose(actual, wanted, atol=0.02 * float(wanted.abs().max()))
@@ -593,7 +602,7 @@ def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
     source: str, share: str | None, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     if source == "bf16":
-        directory = save_config(tmp_path / "m", "mixtral", **WIDE)
+        directory = save_config(tmp_path / "m", "mixtral", **SHAPES)
     else:
         directory = test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
     given, lengths, expected = torch.arange(5, 5 + OUTPUT_LEN).expand(2, -1), (5, 9), list[Tensor]()
@@ -609,7 +618,7 @@ def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
 
 
 # An expert's matrices are large enough to be encoded.
-WIDE: dict[str, Any] = {
+SHAPES: dict[str, Any] = {
     "num_hidden_layers": 3, "num_local_experts": 4, "hidden_size": 512, "intermediate_size": 2048,
     "num_key_value_heads": 2,
 }  # fmt: skip

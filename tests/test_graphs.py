@@ -298,8 +298,8 @@ def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
     kept = []
     for count in (1, 1, 2, 2, 1, 3, 3, 1, 1):
         engine.forward([Work(batch, torch.full((2, count), 9), count)])
-        ((_, together),) = engine._graphs._graph_sets.items()
-        kept.append([shape[0] for shape, _ in together.graphs])
+        ((_, graph_set),) = engine._graphs._graph_sets.items()
+        kept.append([shape[0] for shape, _ in graph_set.graphs])
     assert kept == [[], [1], [1], [1, 2], [2, 1], [2, 1], [1, 3], [3, 1], [3, 1]]
 
 

@@ -58,7 +58,9 @@ def test_sequences_split_between_gpu_and_host_memory(
     tmp_path: Path,
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_offload="auto", kv_attention=attention)
+    engine = load(
+        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_offload="auto", kv_attention=attention
+    )
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         effective = engine.effective()
@@ -167,8 +169,8 @@ def test_a_model_that_computes_attention_itself_keeps_its_cache_on_the_gpu(
     directory = checkpoint("falcon")
     with pytest.raises(EngineError, match=r"falcon.* computes attention itself, .*: kv_offload=cpu is not for it"):
         load("stream", directory, "cpu", tmp_path, kv_offload="cpu")
-    for known in (True, False):
-        if not known:
+    for with_counts in (True, False):
+        if not with_counts:
             monkeypatch.setattr("zinfer.core.model.ATTEND_THEMSELVES", ())
         engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
@@ -229,7 +231,9 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
     directory = checkpoint(architecture)
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
-    split = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_cache_dtype="int8", kv_offload="auto")
+    split = load(
+        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto"
+    )
     token_ids, mask = prompts((9, 5, 7, 1))
     logits = [prefill(model, token_ids, mask, reserve=8) for model in (alone, split)]
     for _ in range(6):
@@ -241,7 +245,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
 
 
-class Together:
+class SharedPass:
     """Micro-batches of other lengths, padded and not, and reference logits. The latter are of each alone."""
 
     def __init__(self, engine: Any, patch: Patch, *lengths: tuple[int, ...]) -> None:
@@ -282,7 +286,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
+    rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     rows.check([2, 3, 1], [9], 2e-4)
 
 
@@ -295,14 +299,14 @@ def test_rows_in_8_bits_share_a_forward_pass(
     """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
     the model's type are freed before the next row's are made. Some rows may be in host memory.
     """
-    hosted = device_rows < 9 and storage == "int8"
-    if hosted:
+    quantized_rows = device_rows < 9 and storage == "int8"
+    if quantized_rows:
         keep_here(monkeypatch, device_rows)
-    options: dict[str, Any] = {"kv_cache_dtype": storage} | ({"kv_offload": "auto"} if hosted else {})
+    options: dict[str, Any] = {"kv_cache_dtype": storage} | ({"kv_offload": "auto"} if quantized_rows else {})
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
     live, counts = list[Any](), list[int]()
 
-    def widen(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         live[:] = [reference for reference in live if reference() is not None]
         counts.append(len(live))
         values = dequantize_kv(numbers, scales, dtype)
@@ -310,11 +314,11 @@ def test_rows_in_8_bits_share_a_forward_pass(
         live.append(weakref.ref(values))
         return values
 
-    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
+    rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
-    engine._widen = widen
+    engine._widen = dequantize
     assert engine.joins
-    if hosted:
+    if quantized_rows:
         rows.check([0, 2, 1], [3, 6], 3e-2)
     else:
         rows.check([0, 0, 0], [9], 2e-4)
@@ -336,7 +340,7 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     keep_here(monkeypatch, 4)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (11, 11), (3,))
+    rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (11, 11), (3,))
     quantised: list[int] = []
 
     def quantize_rows(states: torch.Tensor) -> torch.Tensor:
@@ -421,9 +425,9 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
         before = sum(batch.host_rows for batch in engine.batches)
         running.step()
         merged = max(merged, running.schedule.tally.merged)
-        hosted = sum(batch.host_rows for batch in engine.batches)
+        quantized_rows = sum(batch.host_rows for batch in engine.batches)
         highest = max(highest, engine._kv.pool.size)
-        assert hosted <= 20, before
+        assert quantized_rows <= 20, before
     assert merged > 0
     assert 0 < highest <= 1.5 * planned
     assert all(row.finish_reason == "length" for row in rows)

@@ -67,7 +67,7 @@ def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool) -> None:
-    factors = calibrate.fit(committed.points(), committed.machines()) if calibrated else {}
+    efficiencies = calibrate.fit(committed.points(), committed.machines()) if calibrated else {}
     seen = 0
     for group in groups(committed.points()).values():
         for edge in rates.edges(group):
@@ -78,7 +78,7 @@ def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool
                 spec.architecture in ENGINES[edge.load.engine].options().transport().fuses
             ):  # its scores took memory when it was recorded
                 continue
-            machine, efficiency = committed.machines()[group[0].machine], factors.get(edge.load.engine)
+            machine, efficiency = committed.machines()[group[0].machine], efficiencies.get(edge.load.engine)
             largest = Planner(edge.load, spec, machine, efficiency).max_batch(edge.load.workload)
             assert 0.8 * edge.largest_ok < largest < edge.smallest_oom, edge.load.label()
             seen += 1

@@ -68,9 +68,9 @@ def versions(name: str, machine: dict[str, str]) -> dict[str, str]:
 
 def asked(*extras: str) -> list[Requirement]:
     """Return what setup.cfg requires, itself and for `extras`."""
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lines = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = [config["options"]["install_requires"], *(config["options.extras_require"][extra] for extra in extras)]
     return [Requirement(line) for text in lines for line in text.splitlines() if line.strip()]
 
 

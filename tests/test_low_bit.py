@@ -236,7 +236,7 @@ def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -
     device_rows, reads = options.pop("here", None), options.pop("kernel", True)
     options = {"dtype": "float32", "weight_codec": "lossless"} | options
     with nullcontext() if reads else unread():
-        engine: Any = load("stream", directory, "cpu", scratch, here=device_rows, **options)
+        engine: Any = load("stream", directory, "cpu", scratch, device_rows=device_rows, **options)
     plan = engine.plan
     case = plan.case.model_copy(update={"gpu_weights": share})
     engine.plan = make_plan(case, plan.model, plan.machine) if device_rows is None else plan

@@ -151,7 +151,7 @@ def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], dr
 def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[str], Path], drive: Path) -> None:
     folder = models("bf16")
     expected, _ = in_memory(folder, drive)
-    engine = load("stream", folder, "nvme", drive, "bfloat16", here=1, kv_offload="cpu", host_weights="40%")
+    engine = load("stream", folder, "nvme", drive, "bfloat16", device_rows=1, kv_offload="cpu", host_weights="40%")
     assert equal(tokens(engine), expected)
     assert engine.effective().settings["kv_host_rows"] == 1
     engine.close()
@@ -400,13 +400,13 @@ def test_stripes_are_the_bytes_that_were_written(
         first, last = sorted(round(share * len(content)) for share in where)
         begin, end = direct.aligned(first, last)
         with (
-            StripedFile(paths) as stripes,
+            StripedFile(paths) as striped,
             mmap.mmap(-1, max(PAGE, end - begin)) as memory,
             memoryview(memory) as whole,
         ):
-            for start, stop in stripes.requests(begin, end):
+            for start, stop in striped.requests(begin, end):
                 with whole[start - begin : stop - begin] as part:
-                    stripes.read(part, start, min(stop, last) - start)
+                    striped.read(part, start, min(stop, last) - start)
             assert bytes(whole[first - begin : last - begin]) == content[first:last]
 
 
@@ -435,8 +435,8 @@ def test_plans_know_the_disk() -> None:
                 workload=Workload(batch_size=4, input_len=512, output_len=32))  # fmt: skip
 
     def planned(machine: Machine = machine, link: float | None = 1.0, **update: Any) -> Plan:
-        factors = None if link is None else Efficiency(link_share=link)
-        return make_plan(case.model_copy(update=update), spec, machine, "/drive", factors)
+        efficiency = None if link is None else Efficiency(link_share=link)
+        return make_plan(case.model_copy(update=update), spec, machine, "/drive", efficiency)
 
     auto = planned()
     layers = auto.placement.host_layers
@@ -448,8 +448,8 @@ def test_plans_know_the_disk() -> None:
     assert auto.nvme.total == spec.streamed_bytes
     assert auto.bound_by == "nvme"
     assert auto.step_s == pytest.approx((1 - kept) * spec.streamed_bytes / 12e9)
-    gaps = np.diff([-1, *sorted(set(range(spec.num_layers)) - set(layers)), spec.num_layers])
-    assert max(gaps) - min(gaps) <= 2, "evenly spread"
+    distances = np.diff([-1, *sorted(set(range(spec.num_layers)) - set(layers)), spec.num_layers])
+    assert max(distances) - min(distances) <= 2, "evenly spread"
     quick = planned(override(machine, "nvme_bandwidth=60GB/s"))
     assert quick.bound_by == "link"
     assert quick.step_s == pytest.approx(spec.streamed_bytes / (machine.h2d_bandwidth or 0))

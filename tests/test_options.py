@@ -173,4 +173,4 @@ def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> 
     spec, machine = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
     stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, machine).placement.resident_layers
     assert len(stay) == layers
-    assert max((later - earlier for earlier, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1
+    assert max((end - start for start, end in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1

@@ -65,7 +65,7 @@ def load(
     nvme_path: Path,
     dtype: Dtype = "float32",
     *,
-    here: int | None = None,
+    device_rows: int | None = None,
     tokens: int | None = None,
     gpu_weights: str | None = None,
     **options: Option,
@@ -85,7 +85,7 @@ def load(
     if (draft := draft_model(name, case.options)) is not None:
         spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
     plan = make_plan(case, spec, MACHINE, str(nvme_path))
-    return base.load(engine.kind(name).target).start(steered(plan, here, tokens))
+    return base.load(engine.kind(name).target).start(steered(plan, device_rows, tokens))
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...], count: int = OUTPUT_LEN) -> Tensor:

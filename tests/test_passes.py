@@ -82,22 +82,22 @@ def test_a_mixture_of_works_gives_each_its_logits(
     first, first_mask = sequences(FIRST, 8, 1)
     second, second_mask = sequences(SECOND, 4, 2)
     expected = [alone(engine, first, first_mask), alone(engine, second, second_mask)]
-    one, _ = passes.prefill(engine, first[:, :9], first_mask, 8)
+    old, _ = passes.prefill(engine, first[:, :9], first_mask, 8)
     two = engine.admit(second_mask, second.shape[1])
     chunks: list[tuple[int, int]] = [(1, 5), (3, 6), (1, 2), (2, 1), (1, 3)]  # tokens of the one and of the other
     for mine, yours in chunks:
         works = [
-            Work(one, first[:, one.length : one.length + mine], keep=mine),
+            Work(old, first[:, old.length : old.length + mine], keep=mine),
             Work(two, second[:, two.length : two.length + yours]),
         ]
         logits = engine.forward(works)
         for index in range(mine):
-            assert close(logits[0][:, index], expected[0][one.length - 9 - mine + 1 + index]), (one.length, index)
+            assert close(logits[0][:, index], expected[0][old.length - 9 - mine + 1 + index]), (old.length, index)
         if two.length >= 13:
             assert close(logits[1][:, -1], expected[1][two.length - 13])
-    assert (one.length, two.length) == (17, 17)
+    assert (old.length, two.length) == (17, 17)
     engine.retire(two)
-    engine.retire(one)
+    engine.retire(old)
     assert all(close(*pair) for pair in zip(alone(engine, first, first_mask), expected[0], strict=True))
 
 
@@ -135,13 +135,13 @@ def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: 
     with pytest.raises(EngineError, match="take a prompt as a whole"):
         engine.forward([Work(batch, token_ids[:, :7])])
     engine.retire(batch)
-    one, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
+    old, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
     two = engine.admit(mask, 20)
-    logits = engine.forward([Work(one, token_ids[:, 13:14]), Work(two, token_ids[:, :13])])
+    logits = engine.forward([Work(old, token_ids[:, 13:14]), Work(two, token_ids[:, :13])])
     assert close(logits[0][:, 0], expected[1])
     assert close(logits[1][:, 0], expected[0])
     for step in (1, 2, 3):
-        logits = engine.forward([Work(two, token_ids[:, two.length, None]), Work(one, token_ids[:, one.length, None])])
+        logits = engine.forward([Work(two, token_ids[:, two.length, None]), Work(old, token_ids[:, old.length, None])])
         assert close(logits[1][:, 0], expected[step + 1])
         assert close(logits[0][:, 0], expected[step])
     with pytest.raises(EngineError, match="take a prompt as a whole"):
@@ -238,7 +238,7 @@ def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tm
     batches = [engine.admit(mask, 13) for _ in range(3)]
     before, whole = (
         engine._ring.bytes_copied,
-        sum(piece.size for layer in engine._ring.layers for piece in layer.chunks),
+        sum(chunk.size for layer in engine._ring.layers for chunk in layer.chunks),
     )
     engine.forward([Work(batches[0], token_ids[:, :9]), Work(batches[1], token_ids[:, :4])])
     assert engine._ring.bytes_copied - before == whole
@@ -252,10 +252,10 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     """A running micro-batch keeps its host memory. It is the next one's when the batch is retired."""
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
     token_ids, mask = sequences(FIRST, 4, 1)
-    one, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
+    old, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     two, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     pool = engine._kv.pool
-    places = [{(id(block.arena), block.start) for block in batch.host._memory._blocks.values()} for batch in (one, two)]  # type: ignore[attr-defined]
+    places = [{(id(block.arena), block.start) for block in batch.host._memory._blocks.values()} for batch in (old, two)]  # type: ignore[attr-defined]
     assert not places[0] & places[1]
     size, taken = pool.size, pool.size - pool.unused
     engine.retire(two)
@@ -263,7 +263,7 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     three, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     assert {(id(block.arena), block.start) for block in three.host._memory._blocks.values()} == places[1]  # type: ignore[attr-defined]
     assert pool.size == size
-    engine.retire(one)
+    engine.retire(old)
     engine.retire(three)
     assert pool.unused == pool.size == size
 

@@ -55,14 +55,14 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     small = resolve.resolve("bloom-560m")
     spec = resolve.resolve("bloom-176b").model_copy(update={"draft": small})
     asked = case("bloom-176b", batch_size=64)
-    alone, together = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
-    more = together.gpu.total - alone.gpu.total
-    assert together.gpu.weights - alone.gpu.weights == small.weight_bytes
-    assert together.gpu.kv_cache - alone.gpu.kv_cache == small.kv_bytes(64, 680 + 256)
+    alone, planned_together = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
+    more = planned_together.gpu.total - alone.gpu.total
+    assert planned_together.gpu.weights - alone.gpu.weights == small.weight_bytes
+    assert planned_together.gpu.kv_cache - alone.gpu.kv_cache == small.kv_bytes(64, 680 + 256)
     assert more > small.weight_bytes + small.kv_bytes(64, 544)
-    assert together.max_batch_size < alone.max_batch_size
-    assert together.placement.ring_depth <= alone.placement.ring_depth
-    drafting = together.planner().draft(asked.workload)
+    assert planned_together.max_batch_size < alone.max_batch_size
+    assert planned_together.placement.ring_depth <= alone.placement.ring_depth
+    drafting = planned_together.planner().draft(asked.workload)
     assert drafting is not None
     assert (drafting.case.offload, drafting.model) == ("none", small)
     assert alone.planner().draft(asked.workload) is None
@@ -70,13 +70,13 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     assert "GPU memory" in str(full.why_not)
 
 
-@pytest.mark.parametrize(("gpus", "pieces", "depth"), [(1, 19, 19), (2, 19, 22), (4, 10, 13), (8, 10, 13)])
+@pytest.mark.parametrize(("gpus", "chunks", "depth"), [(1, 19, 19), (2, 19, 22), (4, 10, 13), (8, 10, 13)])
 def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_that_stay(
-    gpus: int, pieces: int, depth: int
+    gpus: int, chunks: int, depth: int
 ) -> None:
     machine = BIG.model_copy(update={"gpu_count": 8})
     placement = planned("bloom-176b", machine, gpu_weights="10%", options=(("gpus", gpus),)).placement
-    assert (placement.layer_chunks, placement.ring_depth) == (pieces, depth)
+    assert (placement.layer_chunks, placement.ring_depth) == (chunks, depth)
 
 
 def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:

@@ -25,7 +25,7 @@ from zinfer.cli import cli
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ModelError
 from zinfer.engine.quantization import checkpoint as copies
-from zinfer.engine.quantization import quantize as own
+from zinfer.engine.quantization import quantize as quantizers
 from zinfer.engine.quantization.quantize import quantize
 from zinfer.record import study
 from zinfer.record.study import Deviation
@@ -65,11 +65,11 @@ def test_parts_are_those_of_compressed_tensors(
     scheme: Scheme, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    monkeypatch.setattr(own, "VALUES_AT_ONCE", 5 * columns)  # the last rows are fewer
+    monkeypatch.setattr(quantizers, "VALUES_AT_ONCE", 5 * columns)  # the last rows are fewer
     weight = torch.randn(33, columns, generator=torch.Generator().manual_seed(1)).mul_(0.02).to(dtype)
     weight[3, :columns] = 0
     weight[4, 0], weight[5, 1] = 0.5, -0.5  # outliers
-    expected, values = library(weight, scheme, own.group_size(columns, scheme))
+    expected, values = library(weight, scheme, quantizers.group_size(columns, scheme))
     actual = quantize(weight, scheme)
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
@@ -85,7 +85,7 @@ def test_parts_are_those_of_compressed_tensors(
 def test_a_row_that_no_group_divides_stays_in_16_bits() -> None:
     weight = torch.randn(4, 100, dtype=torch.bfloat16)
     assert quantize(weight, "int4")["weight"] is weight
-    assert [own.group_size(size, "int4") for size in (4096, 320, 96, 48, 100, 0)] == [128, 64, 32, 16, 0, 0]
+    assert [quantizers.group_size(size, "int4") for size in (4096, 320, 96, 48, 100, 0)] == [128, 64, 32, 16, 0, 0]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -53,9 +53,9 @@ def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
     codes = torch.randn(2, 5, 6).to(torch.float8_e4m3fn)
     blocks = torch.rand(2, 3, 2)
     spread = blocks.repeat_interleave(2, 1)[:, :5].repeat_interleave(3, 2)
-    for scales, block, factors in ((blocks, (2, 3), spread), (torch.tensor([0.5]), (5, 6), torch.tensor(0.5))):
+    for scales, block, expanded in ((blocks, (2, 3), spread), (torch.tensor([0.5]), (5, 6), torch.tensor(0.5))):
         weight = QuantizedWeight("w", "fp8", (2, 5, 6), "F32", {}, block)
-        assert torch.equal(dequantize(weight, {"codes": codes, "scales": scales}), codes.float() * factors)
+        assert torch.equal(dequantize(weight, {"codes": codes, "scales": scales}), codes.float() * expanded)
     words, scales = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 1), dtype=torch.int32), torch.rand(4, 1)
     numbers = torch.cat([(words >> shift & 15) - 8 for shift in range(0, 28, 4)], 1)
     weight = QuantizedWeight("w", "int", (4, 7), "F32", {}, (1, 7), 4)
@@ -361,7 +361,7 @@ def test_damaged_scales_are_refused_in_a_line(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_of_modelopt_are_refused_in_a_line(tmp_path: Path) -> None:
-    directory = quantized.modelopt(llama(tmp_path / "m"), "NVFP4", beside=True)[0]
+    directory = quantized.modelopt(llama(tmp_path / "m"), "NVFP4", separate=True)[0]
     refused(directory, {
         "its global scale": lose(f"{UP}_scale_2"),
         "should be \\[96, 4\\]": cut(f"{UP}_scale", 2),

@@ -53,11 +53,11 @@ def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,))
         ids = tokens[:, first : first + batch.batch_size]
         alone.append([passes.decode(engine, batch, ids[step]) for step in range(10)])
         engine.retire(batch)
-    together = batches(engine)
+    running = batches(engine)
     sizes.clear()
     for step in range(10):
         rows = iter(tokens[step].split([len(lengths) for lengths in LENGTHS]))
-        works = [Work(batch, next(rows)[:, None]) for batch, *_ in together]
+        works = [Work(batch, next(rows)[:, None]) for batch, *_ in running]
         for actual, expected in zip(engine.forward(works), alone, strict=True):
             assert close(actual[:, -1], expected[step])
     assert joins in (None, set(sizes) == set(passes_of)), sizes
@@ -99,9 +99,9 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", counted)
     keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
-    hosted = [batch.host_rows for batch, *_ in batches(engine)]
+    host_rows = [batch.host_rows for batch, *_ in batches(engine)]
     engine.clear()
-    assert hosted == [0, 1, 1, 3]
+    assert host_rows == [0, 1, 1, 3]
     calls.clear()
     check(engine, joins=True, passes_of={3, 5})
     assert (3 in calls) is (cpu_kernel.library() is not None)  # all three with host rows at once

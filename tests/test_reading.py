@@ -50,8 +50,8 @@ class Room:
     """A reader, and what it has found."""
 
     def __init__(self, wanted: Callable[[Any], bool] = lambda _who: True) -> None:
-        self.tokenizer, self.found = Gated(), list[tuple[Any, Ids]]()
-        self.reader = Reader(self.tokenizer, lambda *read: self.found.append(read), wanted)
+        self.tokenizer, self.answers = Gated(), list[tuple[Any, Ids]]()
+        self.reader = Reader(self.tokenizer, lambda *read: self.answers.append(read), wanted)
 
     def let(self, kind: str, count: int = 1) -> None:
         self.tokenizer.gates[kind].release(count)
@@ -59,7 +59,7 @@ class Room:
     def wait(self, fact: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE_S
         while not fact():
-            assert time.monotonic() < until, (self.tokenizer.read, self.found)
+            assert time.monotonic() < until, (self.tokenizer.read, self.answers)
             time.sleep(0.002)
 
 
@@ -74,17 +74,17 @@ def test_a_short_prompt_waits_for_no_long_one(room: Room) -> None:
     room.reader.add([(LONG, "long")], "a")
     room.reader.add([("abc", "short")], "a")
     room.let("short")
-    room.wait(lambda: room.found == [("short", [3])])
+    room.wait(lambda: room.answers == [("short", [3])])
     room.let("long")
-    room.wait(lambda: room.found[1:] == [("long", [len(LONG)])])
+    room.wait(lambda: room.answers[1:] == [("long", [len(LONG)])])
 
 
 def test_a_prompt_that_takes_too_long_is_read_again_beside_the_short_ones(room: Room) -> None:
     room.reader.add([("a", 1), ("b!", 2), ("c", 3)], "a")
     room.let("short", 3)
-    room.wait(lambda: room.found == [(1, [1]), (3, [1])])
+    room.wait(lambda: room.answers == [(1, [1]), (3, [1])])
     room.let("long")
-    room.wait(lambda: (2, Refusal("invalid_prompt", "too slow")) in room.found)
+    room.wait(lambda: (2, Refusal("invalid_prompt", "too slow")) in room.answers)
     assert room.tokenizer.read == ["a", "b!", "c", "b!"]
 
 
@@ -98,15 +98,15 @@ def test_clients_take_turns(kind: str, room: Room) -> None:
     for name in ("second", "third"):
         room.reader.add([(f"{text} {name}", name)], name)
     room.let(kind, 4)
-    room.wait(lambda: len(room.found) == 4)
-    assert {"second", "third"} <= {who for who, _ in room.found}
+    room.wait(lambda: len(room.answers) == 4)
+    assert {"second", "third"} <= {who for who, _ in room.answers}
 
 
 def test_prompts_that_nobody_waits_for_are_not_read() -> None:
     room = Room(lambda who: who != "gone")
     room.reader.add([("a", "gone"), ("b", "there")], "a")
     room.let("short")
-    room.wait(lambda: room.found == [("there", [1])])
+    room.wait(lambda: room.answers == [("there", [1])])
     room.reader.close()
     assert room.tokenizer.read == ["b"]
     assert not [thread for thread in room.reader._threads if thread.is_alive()]
@@ -116,5 +116,5 @@ def test_a_fault_of_the_process_is_told_and_ends_no_thread(room: Room) -> None:
     room.reader.add([(f"broken {LONG}", 1)], "a")
     room.reader.add([(LONG, 2)], "a")
     room.let("long", 2)
-    room.wait(lambda: len(room.found) == 2)
-    assert room.found == [(1, Refusal(UNREAD, "RuntimeError: no process can be had")), (2, [len(LONG)])]
+    room.wait(lambda: len(room.answers) == 2)
+    assert room.answers == [(1, Refusal(UNREAD, "RuntimeError: no process can be had")), (2, [len(LONG)])]

@@ -89,9 +89,9 @@ def test_rows_are_merged_split_and_compacted(
     engine = load(name, checkpoint(architecture), offload, tmp_path, **options)
     assert engine.cannot_move_rows() is None
     rows = Rows(engine, 0.05 if way in EIGHT_BITS else 1e-4)
-    one = rows.begin("a", FIRST, 1, 2)
+    older = rows.begin("a", FIRST, 1, 2)
     two = rows.begin("b", SECOND, 2, 1)
-    merged = engine.move_rows([(one, [0, 1, 2]), (two, [0, 1])], 24)
+    merged = engine.move_rows([(older, [0, 1, 2]), (two, [0, 1])], 24)
     assert engine.batches == [merged]
     assert (merged.length, merged.capacity) == (14, 24)
     names = ["a0", "a1", "a2", "b0", "b1"]
@@ -126,12 +126,12 @@ def test_every_kind_of_layer_moves_or_says_why_not(
         engine.close()
         return
     rows = Rows(engine)
-    one = rows.begin("a", (9, 9), 1, 3, 12)
+    older = rows.begin("a", (9, 9), 1, 3, 12)
     two = rows.begin("b", (4,), 2, 5, 12)
-    merged = engine.move_rows([(two, [0]), (one, [1])], 24)
+    merged = engine.move_rows([(two, [0]), (older, [1])], 24)
     for _ in range(4):
-        rows.step({merged: ["b0", "a1"], one: ["a0"]})
-    merged = engine.move_rows([(one, [0]), (merged, [0, 1])], 26)
+        rows.step({merged: ["b0", "a1"], older: ["a0"]})
+    merged = engine.move_rows([(older, [0]), (merged, [0, 1])], 26)
     for _ in range(3):
         rows.step({merged: ["a0", "b0", "a1"]})
 
@@ -193,7 +193,7 @@ def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
         copied = copy_slots(memory, rows, held, RowMask(real))
         for row, mask, states in zip(rows.tolist(), real[:, -5:], copied, strict=True):
             order = [*range(2, 7)]
-            order = [slot for slot, kept in zip(order, mask, strict=True) if not kept] + [
-                slot for slot, kept in zip(order, mask, strict=True) if kept
+            order = [row for row, kept in zip(order, mask, strict=True) if not kept] + [
+                row for row, kept in zip(order, mask, strict=True) if kept
             ]
             assert torch.equal(states, memory[row][:, order])

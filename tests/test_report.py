@@ -124,8 +124,8 @@ class Outline(HTMLParser):
 
 def drawings(html: str) -> list[tuple[str, bytes]]:
     """Return the description and content of each figure of a page."""
-    found = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', html)
-    return [(unescape(words), b64decode(content)) for words, content in found]
+    figures = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', html)
+    return [(unescape(words), b64decode(content)) for words, content in figures]
 
 
 SUMMARY = ("model", "machine", "configuration", "tok/s", "TTFT", "evidence", "verdict")

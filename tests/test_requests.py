@@ -173,9 +173,11 @@ def test_an_open_loop_lets_requests_arrive_at_their_times(measured: Measure) -> 
 def test_arrivals_have_the_rate_and_follow_the_seed() -> None:
     many = load(requests=20_000, request_rate=2.0)
     times = many.arrivals()
-    gaps = [later - earlier for earlier, later in pairwise([0.0, *times])]
-    assert mean(gaps) == pytest.approx(0.5, rel=0.02)
-    assert mean((gap - 0.5) ** 2 for gap in gaps) == pytest.approx(0.25, rel=0.05), "a Poisson process: variance 1/r^2"
+    intervals = [end - start for start, end in pairwise([0.0, *times])]
+    assert mean(intervals) == pytest.approx(0.5, rel=0.02)
+    assert mean((gap - 0.5) ** 2 for gap in intervals) == pytest.approx(0.25, rel=0.05), (
+        "a Poisson process: variance 1/r^2"
+    )
     assert times == sorted(times) == many.arrivals()
     assert times != many.model_copy(update={"seed": 1}).arrivals()
     assert load(request_rate="inf").arrivals() == [0.0] * 30
@@ -204,7 +206,7 @@ def test_statistics_are_those_of_the_samples(measured: Measure) -> None:
         times = [ends[number] for number in sample.passes]
         by_hand["ttft_ms"].append(times[0] - sample.arrived_ms)
         by_hand["e2e_ms"].append(times[-1] - sample.arrived_ms)
-        by_hand["itl_ms"] += [later - before for before, later in pairwise(times)]
+        by_hand["itl_ms"] += [end - before for before, end in pairwise(times)]
         if len(times) > 1:
             by_hand["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1))
     for metric in METRICS:

@@ -55,14 +55,14 @@ class FakeEvent:
 
 
 class FakeQueues:
-    """Two compute queues, a copy queue and one between devices. `forget_waits` drops the waits of the queue of that
+    """Two compute queues, a copy queue and one between devices. `skip_waits` drops the waits of the queue of that
     name: a broken ring. `passed` tells, query by query, whether an event is passed; all are when it ends."""
 
-    def __init__(self, forget_waits: str = "", passed: Iterable[bool] = ()) -> None:
+    def __init__(self, skip_waits: str = "", passed: Iterable[bool] = ()) -> None:
         self.passed = iter(passed)
         self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "second": {}, "gather": {}}
         self._current = "compute"
-        self.forget_waits = forget_waits
+        self.skip_waits = skip_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
         self.reads: dict[int, Clock] = {}  # a buffer's last read in each queue
 
@@ -72,7 +72,7 @@ class FakeQueues:
 
     @property
     def forgets(self) -> bool:
-        return self.forget_waits == self._current
+        return self.skip_waits == self._current
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
@@ -275,15 +275,19 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         bench.close()
 
 
-@pytest.mark.parametrize(("forget", "message"), [("compute", "before its content"), ("copy", "overwritten before")])
-def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench([2600, 2600, 2600], 3, FakeQueues(forget_waits=forget), monkeypatch)
+@pytest.mark.parametrize(
+    ("skipped_wait", "message"), [("compute", "before its content"), ("copy", "overwritten before")]
+)
+def test_the_clocks_see_a_wait_that_is_missing(
+    skipped_wait: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench([2600, 2600, 2600], 3, FakeQueues(skip_waits=skipped_wait), monkeypatch)
     with pytest.raises(Race, match=message):
         bench.run_pass()
 
 
 def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = Bench([512, 512], 3, FakeQueues(forget_waits="second"), monkeypatch)
+    deaf = Bench([512, 512], 3, FakeQueues(skip_waits="second"), monkeypatch)
     with pytest.raises(Race, match="before its content"):
         deaf.run_pass(1, (), 1)
     bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)

@@ -143,12 +143,12 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     requests = [request(str(key), body) for key, body in enumerate(bodies)]
     alike = [request(name, bodies[0] | {"seed": 5}) for name in ("x", "y")]
     directory = checkpoint("llama")
-    together, _ = answers(directory, tmp_path / "a.jsonl", [*requests, *alike])
+    mixed, _ = answers(directory, tmp_path / "a.jsonl", [*requests, *alike])
     separate, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], max_rows=1)
     assert worker.starts[0].rows == 1
-    assert together == separate
-    assert together["x"]["choices"] == together["y"]["choices"]
-    assert len({body["choices"][0]["text"] for body in together.values()}) == 6
+    assert mixed == separate
+    assert mixed["x"]["choices"] == mixed["y"]["choices"]
+    assert len({body["choices"][0]["text"] for body in mixed.values()}) == 6
 
 
 def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -189,14 +189,14 @@ OTHERS: list[tuple[float, Callable[[], PassTimes], float]] = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sigma", "clock", "most_padding"),
+    ("sigma", "clock", "max_padding"),
     [
         *(pytest.param(sigma, clock, padding, marks=pytest.mark.slow) for sigma, clock, padding in OTHERS),
         (1.0, times, 0.1),
     ],
 )
 def test_a_thousand_chats_run_as_fast_as_equal_rows(
-    sigma: float, clock: Callable[[], PassTimes], most_padding: float
+    sigma: float, clock: Callable[[], PassTimes], max_padding: float
 ) -> None:
     """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end. Where each
     batch has a forward pass of its own, there are fewer batches, and more padding."""
@@ -209,7 +209,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
     link_s = min(step.seconds for step in passes)
     assert sum(step.tokens for step in passes) == sum(left)
     assert rate(full) >= 0.9 * (equal.output_tok_s or 0.0)
-    assert padding(tally) < most_padding
+    assert padding(tally) < max_padding
     assert (tally.again, tally.yielded) == (0, 0)
     # No order of the rows takes fewer passes than the longest answer has tokens.
     assert tally.seconds <= 1.06 * max(left) * link_s
@@ -580,8 +580,8 @@ def test_the_load_is_what_the_machine_has_room_for() -> None:
     assert 0.3 * H100.gpu_bytes < held < 0.95 * H100.gpu_bytes
     assert largest_load(planner, needs[:7]).batch_size == 7
     assert largest_load(planner, needs, max_rows=30).batch_size == 30
-    hosted = largest_load(plan_of(kv_offload="cpu", kv_attention="gpu").planner(), needs)
-    assert 1 <= hosted.batch_size <= TUNED.max_rows
+    host_share = largest_load(plan_of(kv_offload="cpu", kv_attention="gpu").planner(), needs)
+    assert 1 <= host_share.batch_size <= TUNED.max_rows
     assert planner.placement(load).ring_depth >= PLAN.placement.layer_chunks  # the link goes on while a layer computes
 
 
@@ -604,8 +604,8 @@ class Imperfect(PassTimes):
         return super().seconds(load) + 0.2 * min(self.link_s, self.work_seconds(load))
 
 
-@pytest.mark.parametrize(("hosted", "most_batches"), [(1 / 3, 20), (1.0, 33)])
-def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: float, most_batches: int) -> None:
+@pytest.mark.parametrize(("host_share", "max_batches"), [(1 / 3, 20), (1.0, 33)])
+def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share: float, max_batches: int) -> None:
     """BLOOM-176B, a fifth: a closed loop of 200 rows, a third of them, or all, with their KV cache in host memory.
     Passes that are longer than the link, whatever they carry, are no reason to carry less; and batches in host memory,
     one for each pass of a row, are not merged, which would take as long as several passes."""
@@ -614,11 +614,11 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", layers=14, workload=load, options=(("kv_offload", "auto"),)
     )
-    setup = make_plan(case, spec, H100, efficiency=Efficiency()).placement
+    placement = make_plan(case, spec, H100, efficiency=Efficiency()).placement
     able = Abilities(regroups="rarely")
-    schedule = Schedule(PassTimes(setup, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrivals=True)
-    engine, truth = Engine(able), Imperfect(setup, spec, H100, 512)
-    device_positions = round((1 - hosted) * rows) * load.total_len
+    schedule = Schedule(PassTimes(placement, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrivals=True)
+    engine, truth = Engine(able), Imperfect(placement, spec, H100, 512)
+    device_positions = round((1 - host_share) * rows) * load.total_len
     coming, left = [row(key, 512, 32) for key in range(600)], dict.fromkeys(range(600), 32)
     passes: list[tuple[float, int]] = []
     batches, merged, seen = 0, 0, set[int]()
@@ -650,7 +650,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
     reached = sum(tokens for _, tokens in full) / sum(seconds for seconds, _ in full)
     assert reached >= 0.7 * rows / truth.link_s
     assert schedule.tally.again == 0
-    assert (batches <= most_batches, merged) == (True, 0)
+    assert (batches <= max_batches, merged) == (True, 0)
 
 
 def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.calm) -> int:

@@ -44,7 +44,9 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
         return max((planner.rate(load) or 0.0 for load in at), default=0.0) if planner.at(workload).fits else 0.0
 
     chosen = [planner("none", None).searched(workload), planner("cpu", "auto").searched(workload)]
-    default = max(rate(one, [one.best_size(workload)] if one.max_batch(workload) else []) for one in chosen)
+    default = max(
+        rate(planner, [planner.best_size(workload)] if planner.max_batch(workload) else []) for planner in chosen
+    )
     # Without its rate no plan may trust a CPU with attention, but a user may.
     places = ("none", "auto", "cpu") if machine.attention_bandwidth is not None else ("none", "auto")
     experts = ("auto", "all", "on-demand") if spec.num_experts else ("auto",)
@@ -53,7 +55,7 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
         planner("cpu", share, kv_offload=place, experts=choice)
         for share, place, choice in product(("0%", "20%", "40%", "60%", "80%", "100%"), places, experts)
     ]
-    return default, max(rate(one, powers(one.max_batch(workload))) for one in grid)
+    return default, max(rate(planner, powers(planner.max_batch(workload))) for planner in grid)
 
 
 def compare(combinations: Sequence[tuple[str, str, tuple[int, int]]]) -> list[float]:

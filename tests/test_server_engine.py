@@ -254,14 +254,14 @@ def left_behind(folder: Path) -> list[psutil.Process]:
 
 
 def small_processes(folder: Path) -> list[psutil.Process]:
-    found = []
+    seen = []
     for process in psutil.process_iter(["cmdline", "status"]):
         with suppress(psutil.Error):
             words = process.info["cmdline"] or []
             ours = any("small_server.py" in word for word in words) or words == ["sleep", "600"]
             if ours and process.info["status"] != psutil.STATUS_ZOMBIE and process.cwd() == str(folder):
-                found.append(process)
-    return found
+                seen.append(process)
+    return seen
 
 
 @pytest.mark.long

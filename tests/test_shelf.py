@@ -71,10 +71,10 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench:
     assert cache.held == 0
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1 << 30])
-def test_the_last_token_is_always_computed(bench: Bench, piece: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 30])
+def test_the_last_token_is_always_computed(bench: Bench, chunk: int) -> None:
     """`matched` and `find` leave out the last token. Its logits are those of the next one."""
-    cache = bench.cache(chunk=piece)
+    cache = bench.cache(chunk=chunk)
     bench.run(TOKENS[:20], cache)
     for count in (1, 2, 7, 8, 19, 20):
         assert cache.matched(TOKENS[:count]) == sum(part.length for part in cache.find(TOKENS[:count])) == count - 1
@@ -147,7 +147,7 @@ def test_the_longest_kept_prefix_is_found() -> None:
         kept = [token for part in cache.find([*tokens, 9]) for token in part.tokens]  # type: ignore[attr-defined]
         assert kept == tokens
         sequences.append(tokens)
-        assert cache.held == len({tuple(known[:end]) for known in sequences for end in range(1, len(known) + 1)})
+        assert cache.held == len({tuple(tokens[:end]) for tokens in sequences for end in range(1, len(tokens) + 1)})
     cache.close()
     assert (cache.held, cache.matched(sequences[0])) == (0, 0)
 

@@ -130,8 +130,8 @@ def test_the_gpu_computes_the_same(shape: tuple[int, ...], dtype: torch.dtype) -
     for value in biases(shape, dtype).values():
         mask = None if value is None else value.cuda()
         actual = split_attention.split_attention(query, keys, values, attn_mask=mask, scale=None)
-        wide = None if mask is None else mask.double()
-        expected = scaled_dot_product_attention(query.double(), keys.double(), values.double(), attn_mask=wide)
+        mask64 = None if mask is None else mask.double()
+        expected = scaled_dot_product_attention(query.double(), keys.double(), values.double(), attn_mask=mask64)
         assert error(actual, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 

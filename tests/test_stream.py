@@ -67,38 +67,38 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
     arena = PinnedArena(1 << 22, pin=False, grow=True)
     _opened.callback(arena.close)
-    images = [pack(tensors, arena) for tensors in layers]
+    packed_layers = [pack(tensors, arena) for tensors in layers]
     arena.seal()
-    return arena, images
+    return arena, packed_layers
 
 
 def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
-    images: list[PackedLayer] = []
+    packed_layers: list[PackedLayer] = []
     for tensors in layers:
-        images.append(plain(tensors.items(), images[-1].end if images else 0))
-    arena = PinnedArena(images[-1].end, pin=False)
-    for tensors, layer in zip(layers, images, strict=True):
+        packed_layers.append(plain(tensors.items(), packed_layers[-1].end if packed_layers else 0))
+    arena = PinnedArena(packed_layers[-1].end, pin=False)
+    for tensors, layer in zip(layers, packed_layers, strict=True):
         for name, view in arena.views(layer.blocks, layer.start).items():
             view.copy_(tensors[name])
-    return arena, images
+    return arena, packed_layers
 
 
 @pytest.mark.parametrize("make", [packed, as_they_are])
 def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, list[PackedLayer]]]) -> None:
     layers = [layer_tensors(seed) for seed in range(4)]
-    arena, images = make(layers)
+    arena, packed_layers = make(layers)
     stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
-    assert 0 <= arena.size - images[-1].end < 256
-    assert all(layer.end <= other.start for layer, other in pairwise(images))
-    assert all(len(layer.chunks) >= 3 for layer in images)
-    assert {layer.coded for layer in images} == {make is packed}
+    assert 0 <= arena.size - packed_layers[-1].end < 256
+    assert all(layer.end <= other.start for layer, other in pairwise(packed_layers))
+    assert all(len(layer.chunks) >= 3 for layer in packed_layers)
+    assert {layer.coded for layer in packed_layers} == {make is packed}
     assert arena.size < (0.75 if make is packed else 1.05) * stored
-    slot = torch.zeros(max(layer.unpacked_bytes for layer in images), dtype=torch.uint8)
-    for tensors, layer in zip(layers, images, strict=True):
-        for piece in layer.chunks:
-            piece.unpack(arena.memory[piece.start : piece.end], slot)
+    buffer = torch.zeros(max(layer.unpacked_bytes for layer in packed_layers), dtype=torch.uint8)
+    for tensors, layer in zip(layers, packed_layers, strict=True):
+        for chunk in layer.chunks:
+            chunk.unpack(arena.memory[chunk.start : chunk.end], buffer)
         for name, tensor in tensors.items():
-            assert torch.equal(bits(layer.blocks[name].view(slot)), bits(tensor)), name
+            assert torch.equal(bits(layer.blocks[name].view(buffer)), bits(tensor)), name
 
 
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
@@ -130,11 +130,11 @@ def ring_of(
     make: Callable[..., tuple[PinnedArena, list[PackedLayer]]], count: int, depth: int = 2, kept: Sequence[int] = ()
 ) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]]]:
     tensors = [layer_tensors(seed) for seed in range(count)]
-    arena, images = make(tensors)
-    ring = PrefetchRing(MemorySource(arena, images), depth, CPU)
+    arena, packed_layers = make(tensors)
+    ring = PrefetchRing(MemorySource(arena, packed_layers), depth, CPU)
     _opened.callback(ring.close)
     for index in kept:
-        ring.keep_only(index, arena.memory[images[index].start : images[index].end].clone())
+        ring.keep_only(index, arena.memory[packed_layers[index].start : packed_layers[index].end].clone())
     layers = [Layer(tensor) for tensor in tensors]
     for index, layer in enumerate(layers):
         entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
@@ -160,7 +160,7 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         for _ in range(2):
             with ring.weight_pass():
                 assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
-        moved = sum(piece.size for index in ring.streamed for piece in ring.layers[index].chunks)
+        moved = sum(chunk.size for index in ring.streamed for chunk in ring.layers[index].chunks)
         assert ring.bytes_copied - before == 2 * moved
         plain = unpacked if make is packed else []  # uncoded layers are, always
         sizes = [ring.layers[i].unpacked_bytes if i in plain else ring.layers[i].size for i in resident]
@@ -193,9 +193,9 @@ def no_room() -> Tensor:
 
 
 def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = [plain([("weight", torch.empty(64))], 0)]
-    arena = PinnedArena(images[-1].end, pin=False)
-    ring = PrefetchRing(MemorySource(arena, images), 2, CPU, FakeQueues())
+    packed_layers = [plain([("weight", torch.empty(64))], 0)]
+    arena = PinnedArena(packed_layers[-1].end, pin=False)
+    ring = PrefetchRing(MemorySource(arena, packed_layers), 2, CPU, FakeQueues())
     ring.resize(3)
     for depth, size in ((6, 0), (3, 8192)):
         with monkeypatch.context() as short_of_memory:
@@ -223,7 +223,7 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
         results = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
         assert [int(result) for result in results] == [0, 1, 2, 3]
         assert order == [(layer, part) for layer in range(3) for part in range(4)]
-        assert ring.bytes_copied - before == sum(piece.size for layer in ring.layers for piece in layer.chunks)
+        assert ring.bytes_copied - before == sum(chunk.size for layer in ring.layers for chunk in layer.chunks)
         order.clear()
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
@@ -438,7 +438,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     assert ring is not None
     before = ring.bytes_copied
     prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
-    assert ring.bytes_copied - before == sum(piece.size for layer in ring.layers for piece in layer.chunks)
+    assert ring.bytes_copied - before == sum(chunk.size for layer in ring.layers for chunk in layer.chunks)
 
 
 def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -486,11 +486,13 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }
     memory = chunk_module.LayerMemory(torch.device("cpu"))
-    image = pack(weights, memory, gpus=gpus)
-    sizes = [piece.layout.numel // codec.BLOCK for piece in image.chunks if isinstance(piece.layout, codec.Layout)]
+    packed_layer = pack(weights, memory, gpus=gpus)
+    sizes = [
+        chunk.layout.numel // codec.BLOCK for chunk in packed_layer.chunks if isinstance(chunk.layout, codec.Layout)
+    ]
     assert sizes == [*chunks[0], *chunks[1]]
-    content, slot = memory.whole(), torch.zeros(image.unpacked_bytes, dtype=torch.uint8)
-    for piece in image.chunks:
-        piece.unpack(content[piece.start :], slot)
+    content, buffer = memory.whole(), torch.zeros(packed_layer.unpacked_bytes, dtype=torch.uint8)
+    for chunk in packed_layer.chunks:
+        chunk.unpack(content[chunk.start :], buffer)
     for name, tensor in weights.items():
-        assert torch.equal(image.blocks[name].view(slot), tensor)
+        assert torch.equal(packed_layer.blocks[name].view(buffer), tensor)

@@ -138,8 +138,8 @@ def test_a_small_model_on_a_small_machine_takes_minutes(tmp_path: Path) -> None:
 
 def test_the_peer_is_what_a_user_would_pick_for_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = Sweep(model=("m",), engine=("stream", "peer"))
-    for found, offloaded in (("a spec", "deepspeed"), (None, "accelerate")):
-        monkeypatch.setattr("zinfer.job.recipe.find_spec", lambda _name, found=found: found)
+    for spec, offloaded in (("a spec", "deepspeed"), (None, "accelerate")):
+        monkeypatch.setattr("zinfer.job.recipe.find_spec", lambda _name, spec=spec: spec)
         loads = [(load.engine, load.offload) for load in sweep.loads()]
         assert loads == [("stream", "none"), ("stream", "cpu"), ("accelerate", "none"), (offloaded, "cpu")]
 

@@ -56,7 +56,7 @@ def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints)
     effective = team.effective()
     assert effective.settings["gpus"] == 2
     assert effective.wire_bytes_per_step == effective.host_weight_bytes == effective.streamed_bytes_per_step
-    assert team.bring() == sum(image.end - image.start for image in team._engine.ring.layers[::4])  # type: ignore[attr-defined]
+    assert team.bring() == sum(layer.end - layer.start for layer in team._engine.ring.layers[::4])  # type: ignore[attr-defined]
     leader, other = team._all("host_memory")  # type: ignore[attr-defined]
     assert all(effective.host_weight_bytes <= shared < peak for peak, shared in (leader, other))
     assert team.host_memory() == pytest.approx(leader[0] + other[0] - other[1], rel=0.05), "the weights once"

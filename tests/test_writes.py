@@ -82,7 +82,7 @@ class Finder(ast.NodeVisitor):
     """The functions of a module that write."""
 
     def __init__(self) -> None:
-        self.place, self.found = list[str](), set[str]()
+        self.place, self.writers = list[str](), set[str]()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.place.append(node.name)
@@ -97,18 +97,18 @@ class Finder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if writes(node):
             outer = self.place[:2] if self.place and self.place[0].lstrip("_")[0].isupper() else self.place[:1]
-            self.found.add(".".join(outer) or "<module>")
+            self.writers.add(".".join(outer) or "<module>")
         if isinstance(node.func, ast.Attribute) and node.func.attr == "callback":  # as in stack.callback(path.unlink)
             for given in node.args:
                 if isinstance(given, ast.Attribute) and given.attr in METHODS:
-                    self.found.add(".".join(self.place[:1]))
+                    self.writers.add(".".join(self.place[:1]))
         self.generic_visit(node)
 
 
-def found_in(source: str) -> set[str]:
+def writers_in(source: str) -> set[str]:
     finder = Finder()
     finder.visit(ast.parse(source))
-    return finder.found
+    return finder.writers
 
 
 @pytest.mark.long
@@ -116,6 +116,6 @@ def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
     writers = set()
     for path in sorted((ROOT / "zinfer").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "zinfer").with_suffix("").parts)
-        writers |= {f"{module}:{name}" for name in found_in(path.read_text())}
+        writers |= {f"{module}:{name}" for name in writers_in(path.read_text())}
     assert writers - ALLOWED.keys() == set(), "write it with zinfer.system.atomic"
     assert ALLOWED.keys() - writers == set(), "these write no more"

@@ -96,13 +96,13 @@ class _Walker:
 
     def _activation(self, layer: Any, x: Tensor) -> Tensor:
         kind = self.trt.ActivationType
-        known: dict[Any, Callable[[Tensor], Tensor]] = {
+        views: dict[Any, Callable[[Tensor], Tensor]] = {
             kind.RELU: F.relu,
             kind.SIGMOID: torch.sigmoid,
             kind.GELU_ERF: F.gelu,
             kind.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
         }
-        return known[layer.type](x)
+        return views[layer.type](x)
 
     def _cast(self, layer: Any, x: Tensor) -> Tensor:
         return x.to(self.types[layer.to_type])

@@ -30,7 +30,7 @@ ALIGNMENT = 4096  # of the tensors in the file, so that its holes are whole page
 
 def shapes(config: Any) -> dict[str, Shape]:
     """Return the shapes of a Llama with untied embeddings, by name."""
-    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     result: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -44,7 +44,7 @@ def shapes(config: Any) -> dict[str, Shape]:
                 "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
                 "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
                 "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-                "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide),
+                "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
             }.items()
         }  # fmt: skip
     return result

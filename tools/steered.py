@@ -13,7 +13,7 @@ class Steered(Plan):
     tokens at a time through the model. None leaves either as planned.
     """
 
-    here: int | None = None
+    device_rows: int | None = None
     tokens: int | None = None
 
     def planner(self) -> Planner:
@@ -21,8 +21,8 @@ class Steered(Plan):
 
     def steer(self, placement: Placement, batch_size: int) -> Placement:
         update: dict[str, Any] = {}
-        if self.here is not None:
-            there = max(0, batch_size - self.here)
+        if self.device_rows is not None:
+            there = max(0, batch_size - self.device_rows)
             by_cpu = plan_options(self.case.engine, self.case.options).kv_attention == "cpu" or placement.kv_ratio < 1
             update = {"kv_host_share": there / batch_size, "kv_on_cpu": there > 0 and by_cpu}
         if self.tokens is not None:
@@ -41,8 +41,8 @@ class SteeredPlanner(Planner):
         return self._steered.steer(super().placement(workload), workload.batch_size)
 
 
-def steered(plan: Plan, here: int | None = None, tokens: int | None = None) -> Steered:
+def steered(plan: Plan, device_rows: int | None = None, tokens: int | None = None) -> Steered:
     """`plan` with another placement: for this batch, and any other."""
     fields = {name: getattr(plan, name) for name in Plan.model_fields}
-    result = Steered.model_construct(**fields, here=here, tokens=tokens)
+    result = Steered.model_construct(**fields, device_rows=device_rows, tokens=tokens)
     return result.model_copy(update={"placement": result.steer(plan.placement, plan.case.workload.batch_size)})

@@ -24,13 +24,13 @@ FORBIDDEN = (
     "Segmentation fault",
     "terminate called",
 )
-MOST_STACKS = 8000  # characters told of a process that hangs: where its threads are
+MAX_STACKS = 8000  # characters told of a process that hangs: where its threads are
 
 
 def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[str]:
     """Judge the exit code after the signals `sent` to it; `killed` if something was to end it with SIGKILL."""
     if ended.code is None:
-        return [f"no end within {ended.seconds:.0f} s" + f":\n{ended.stderr[-MOST_STACKS:]}"]
+        return [f"no end within {ended.seconds:.0f} s" + f":\n{ended.stderr[-MAX_STACKS:]}"]
     allowed = set(DOCUMENTED) - {130, 143} | {128 + number for number in sent}
     if killed or signal.SIGKILL in sent:
         allowed.add(128 + signal.SIGKILL)

@@ -22,7 +22,7 @@ PROMPTS = ("a", "Hello", "abcdefghij", "The rain", "0123456789 0123456789", "zz 
 TOKENS = 12
 WORDS = ("serve", *ON_MODEL, "--offload", "none", "--port", "0", "--batch-size", "4", "--drain", "3")
 DRAIN_S = 3 + 20  # until a server that is told to end has ended
-MOST_SAID = 1 << 20  # characters on stderr
+MAX_OUTPUT = 1 << 20  # characters on stderr
 WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice", "reader")
 READER = "tokenizer_server"  # in the command line of the process that reads prompts
 
@@ -43,13 +43,13 @@ def ended(room: Room, server: Subject, sent: list[int], killed: bool, result: Re
     ended_server = server.end(PATIENCE_S)
     room.say(ended_server)
     result.faults += judge.code(ended_server, sent, killed) + judge.words(ended_server)
-    if len(ended_server.stderr) > MOST_SAID:
+    if len(ended_server.stderr) > MAX_OUTPUT:
         result.faults.append(f"{len(ended_server.stderr):,} characters on stderr: {ended_server.stderr[:200]!r}")
     result.faults += judge.processes(room.reap())
     return ended_server
 
 
-def told_to_end(room: Room, server: Subject, result: Result) -> None:
+def signalled(room: Room, server: Subject, result: Result) -> None:
     began = time.monotonic()
     server.signal(signal.SIGTERM)
     ended(room, server, [signal.SIGTERM], False, result)
@@ -112,7 +112,7 @@ def _killed(lab: Lab, room: Room, dice: random.Random, result: Result) -> None:
         # A stream that has sent text ends with an error; a request whose worker ends again and again may be the cause.
         allowed = {200, 503, 500} if way.endswith("twice") else {200, 503}
         result.faults += judge.replies(load.stop(), lab.texts, allowed)
-        told_to_end(room, server, result)
+        signalled(room, server, result)
     else:
         ended(room, server, sent, False, result)
         result.faults += judge.replies(load.stop(), lab.texts, {0, 200, 503})
@@ -138,7 +138,7 @@ def furnish(lab: Lab) -> None:
         for prompt in PROMPTS if port else ():
             for stream in (False, True):
                 result.faults += judge.replies([ask(port, prompt, stream, max_tokens=TOKENS)], lab.texts)
-        told_to_end(room, server, result)
+        signalled(room, server, result)
     if result.faults:
         raise RuntimeError(f"undisturbed server: {result.faults}")
 

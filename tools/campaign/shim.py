@@ -67,8 +67,8 @@ class Shim:
         control.mode, control.audit, control.unsynced, control.first = NONE, audit, 0, b""
         control.kinds, control.at, control.budget, control.error, control.lasting = kinds, at, budget, error, lasting
         control.operations = control.hits = control.written = 0
-        for slot in range(2):
-            control.folders[slot].value = os.fsencode(folders[slot].resolve()) if slot < len(folders) else b""
+        for index in range(2):
+            control.folders[index].value = os.fsencode(folders[index].resolve()) if index < len(folders) else b""
         control.mode = mode
 
     def disarm(self) -> None:

@@ -124,23 +124,23 @@ def _copy(master: int, path: Path) -> None:
 
 def alive(folder: Path) -> dict[int, str]:
     """Return the processes whose environment names a folder, with their command lines."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if os.fsencode(folder) in (entry / "environ").read_bytes():
                     words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    found[int(entry.name)] = words
-    return found
+                    processes[int(entry.name)] = words
+    return processes
 
 
 def kill(folder: Path, number: int = signal.SIGKILL) -> dict[int, str]:
     """Send a signal to all processes whose environment names a folder; return them."""
-    found = alive(folder)
-    for process in found:
+    processes = alive(folder)
+    for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-    return found
+    return processes
 
 
 def python_path() -> str:

@@ -50,7 +50,7 @@ class Way(NamedTuple):
     rows: bool = False
     drafts: bool = False  # some of them wrong
     kept: bool = False  # with keys and values of earlier prompts
-    here: int | None = None  # rows with their KV cache on the device
+    device_rows: int | None = None  # rows with their KV cache on the device
     gpu_weights: str | None = None  # share of the layers that lie on the device alone
     engine: str = "stream"  # others are for a sample of the types
 
@@ -74,7 +74,7 @@ WAYS: dict[str, Way] = {
         "requests that come and go, some with their KV cache in host memory, to which the CPU attends",
         options={"kv_offload": "auto", "kv_attention": "cpu"},
         rows=True,
-        here=3,
+        device_rows=3,
     ),
     "drafts": Way("requests that come and go, several tokens a pass by drafts", rows=True, drafts=True),
     "mixed-d": Way(
@@ -82,7 +82,7 @@ WAYS: dict[str, Way] = {
         options={"kv_offload": "auto", "kv_attention": "cpu"},
         rows=True,
         drafts=True,
-        here=3,
+        device_rows=3,
     ),
     "reused": Way("requests that come and go, and reuse the kept beginnings of earlier prompts", rows=True, kept=True),
     "accelerate": Way("requests that come and go, on engine accelerate", rows=True, engine="accelerate"),
@@ -247,7 +247,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         options=tuple(sorted(options.items())),
     )
     plan = make_plan(case, source.spec, MACHINE, None)
-    running = base.load(engine.kind(way.engine).target)(steered(plan, way.here, way.prefill_tokens))
+    running = base.load(engine.kind(way.engine).target)(steered(plan, way.device_rows, way.prefill_tokens))
     try:
         yield running
     finally:

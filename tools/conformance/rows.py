@@ -27,8 +27,8 @@ def side_by_side(engine: Engine, reference: Reference) -> Tensor:
     every = list(range(len(reference.prompts)))
     sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
-    for together in [sets] if engine.one_pass else [[rows] for rows in sets]:
-        _run(engine, reference, together, errors)
+    for pass_rows in [sets] if engine.one_pass else [[rows] for rows in sets]:
+        _run(engine, reference, pass_rows, errors)
     return errors
 
 
@@ -97,7 +97,7 @@ class _Watch:
     """
 
     def __init__(self, engine: Engine, running: ContinuousScheduler, reference: Reference) -> None:
-        self._forward, self._running, self._known = engine.forward, running, reference
+        self._forward, self._running, self._reference = engine.forward, running, reference
         self.errors = torch.full((2 * len(reference.prompts), OUTPUT_LEN), torch.inf)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
@@ -113,15 +113,15 @@ class _Watch:
             sequence: Any = None if row is None else self._running.sequences.get(row.key)
             if sequence is None or batch.length + work.token_ids.shape[1] < batch.width:
                 continue
-            prompt, first = sequence.key % len(self._known.prompts), len(sequence.output_ids)
-            answer, fed = self._known.tokens[prompt].tolist(), work.token_ids[index].tolist()
+            prompt, first = sequence.key % len(self._reference.prompts), len(sequence.output_ids)
+            answer, fed = self._reference.tokens[prompt].tolist(), work.token_ids[index].tolist()
             for ahead in range(logits.shape[1] if batch.running else 1):
                 step = first + ahead
                 if step == OUTPUT_LEN or (ahead and fed[ahead] != answer[step - 1]):
                     break
                 at = ahead if batch.running else -1
-                error = self._known.error(prompt, step, logits[index, at])
+                error = self._reference.error(prompt, step, logits[index, at])
                 previous = self.errors[sequence.key, step]
                 self.errors[sequence.key, step] = error if previous == torch.inf else max(error, float(previous))
-                logits[index, at] = self._known.logits[prompt, step].to(logits)
+                logits[index, at] = self._reference.logits[prompt, step].to(logits)
         return logits

@@ -316,8 +316,8 @@ class Quantization:
         `module` is its whole name. The tensors are those of one expert if each has its own.
         """
         rows, columns, name = matrix.rows, matrix.columns, f"{module}.weight"
-        together = bool(matrix.experts) and "*" not in matrix.name
-        if not self._method or 0 in (rows, columns) or together != (self._method == "mxfp4") or self._kept(module):
+        stacked = bool(matrix.experts) and "*" not in matrix.name
+        if not self._method or 0 in (rows, columns) or stacked != (self._method == "mxfp4") or self._kept(module):
             return None
         if self._method == "mxfp4":
             grid = (matrix.experts, rows, columns // 32)

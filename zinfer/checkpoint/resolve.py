@@ -103,8 +103,8 @@ def catalogue_name(reference: str) -> str | None:
 
 def is_wanted(wanted: str | None, model: str) -> bool:
     """Tell whether the model of a record is `wanted`: a name, a hub id, or None for all."""
-    known = wanted and catalogue_name(wanted)
-    return wanted in (None, model, Path(model).name) or (known is not None and known == catalogue_name(model))
+    canonical = wanted and catalogue_name(wanted)
+    return wanted in (None, model, Path(model).name) or (canonical is not None and canonical == catalogue_name(model))
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import SIZE, chat_template, option, together
+from zinfer.commands.options import SIZE, chat_template, option, option_group
 from zinfer.core.model import ModelError
 from zinfer.core.request import Request, Sampling, nth_seed
 from zinfer.core.units import duration, figures
@@ -28,7 +28,7 @@ WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
-chat_options = together(  # that only a conversation has
+chat_options = option_group(  # that only a conversation has
     option("--chat", bool, "Conversation: each prompt, else each line of stdin, is a turn."),
     option("--system", str, "System message, before the first turn."),
     chat_template,

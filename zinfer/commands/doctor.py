@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     """Line of the report: subject, finding, and advice."""
 
     name: str
-    found: str
+    finding: str
     advice: str = ""
 
 

@@ -45,17 +45,17 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
         by_file = [(str(file), read(file)) for file in files(path)] if path.exists() else []
         for warning in (records.warning for _, records in by_file if records.warning):
             say(warning, err=True)
-        here = [(file, point) for file, records in by_file for point in records.points]
+        equal = [(file, point) for file, records in by_file for point in records.points]
         loads = [(file, point) for file, records in by_file for point in records.requests]
-        if not (loads if requests else here):
+        if not (loads if requests else equal):
             kind, hint = "results", "measure first, with `zinfer sweep`"
-            if here or loads:
+            if equal or loads:
                 kind = "loads of requests" if requests else "points of equal sequences"
                 hint = f"{'leave out' if requests else 'add'} --requests"
             raise Failure(f"no {kind} in {path}: {hint}", NOTHING)
         if output and any(output.resolve() == Path(file).resolve() for file, _ in by_file):
             raise Failure(f"{output} is one of the result files: name another file with -o")
-        points, served = points + here, served + loads
+        points, served = points + equal, served + loads
     if form is None and ending and ending not in (*FORMATS, "txt"):
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")

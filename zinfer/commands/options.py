@@ -178,7 +178,7 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
-def together(*parts: Callable[[Any], Any]) -> Callable[[Command], Command]:
+def option_group(*parts: Callable[[Any], Any]) -> Callable[[Command], Command]:
     """Return a decorator that adds options, in their order."""
 
     def add(function: Command) -> Command:
@@ -226,7 +226,7 @@ weights = option(
 )
 allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
 
-load_options = together(  # of a load: weights, type, slice, NVMe folder, engine settings
+load_options = option_group(  # of a load: weights, type, slice, NVMe folder, engine settings
     dtype,
     allow_nan,
     load_format,
@@ -266,7 +266,7 @@ class PerMachine(click.ParamType[Any]):
 
 price = option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour.")
 
-job_options = together(  # of a command that answers requests
+job_options = option_group(  # of a command that answers requests
     engine,
     option("--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: the faster]"),
     option("--batch-size", COUNT, "Most rows that run at a time.  [default: all that fit]"),

@@ -157,8 +157,8 @@ def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool
 
     def of(value: Callable[[Plan], float | None], form: Callable[[float], str] = figures) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
-            known = value(group.plan) if group.plan.holds else None
-            return "" if known is None else form(known)
+            number = value(group.plan) if group.plan.holds else None
+            return "" if number is None else form(number)
 
         return cell
 

@@ -59,7 +59,7 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         return model is None or is_wanted(model, point.case.model)
 
     by_file = [(file, records.those(wanted)) for file, records in chosen.read()]
-    every = Records.together(records for _, records in by_file)
+    every = Records.joined(records for _, records in by_file)
     folders = dict.fromkeys([*(file.parent for file, _ in by_file), *filter(Path.is_dir, chosen.roots())])
     names = [
         (name, folder / f"{name}{suffix}")
@@ -67,7 +67,7 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         for folder in folders
         for suffix in (".json", ".jsonl")
     ]
-    runs = study.Runs.together(study.read(file, name) for name, file in names if file.exists())
+    runs = study.Runs.joined(study.read(file, name) for name, file in names if file.exists())
     sweeps: dict[tuple[str, Case], Path] = {}
     for file, records in by_file:
         sweeps |= {(point.machine, point.case): file for point in records.points}

@@ -9,14 +9,14 @@ import click
 
 from zinfer.analysis.economics import Point
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option, together
+from zinfer.commands.options import option, option_group
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.store import Records, files, read
 from zinfer.system import local
 
 ALL = "all"
-results_options = together(  # which `choose` understands
+results_options = option_group(  # which `choose` understands
     click.argument("results", required=False, type=click.Path(path_type=Path)),
     option(
         "--machine",
@@ -56,7 +56,7 @@ class Chosen(NamedTuple):
             gc.freeze()
         finally:
             gc.enable()
-        every = Records.together(records for _, records in by_file)
+        every = Records.joined(records for _, records in by_file)
         kept = self._matching({point.machine for point in (*every.points, *every.requests)})
         return [(file, records.those(lambda point: point.machine in kept)) for file, records in by_file]
 
@@ -100,12 +100,12 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
 
 
 def usable(by_file: list[tuple[Path, Records]], chosen: Chosen, requests_too: bool = False) -> Records:
-    """Return all records together. Raises Failure unless one is usable."""
-    together = Records.together(records for _, records in by_file)
-    points, requests = together.points, together.requests
+    """Return all records joined. Raises Failure unless one is usable."""
+    joined = Records.joined(records for _, records in by_file)
+    points, requests = joined.points, joined.requests
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
-        return together
+        return joined
     if every:
         statuses = ", ".join(sorted({point.status for point in every}))
         text = f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`"
@@ -115,5 +115,5 @@ def usable(by_file: list[tuple[Path, Records]], chosen: Chosen, requests_too: bo
             "`zinfer best`, `zinfer report`, `zinfer export --requests`"
         )
     else:
-        text = f"{chosen.nothing()}" + (f" ({together.warning})" if together.warning else "")
+        text = f"{chosen.nothing()}" + (f" ({joined.warning})" if joined.warning else "")
     raise Failure(text, NOTHING)

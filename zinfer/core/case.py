@@ -12,15 +12,15 @@ from zinfer.core.units import parse_share
 from zinfer.core.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
-MOST = 10**9  # largest count of sequences, tokens or layers
+MAX_COUNT = 10**9  # largest count of sequences, tokens or layers
 
 
 class Workload(Frozen):
     """A batch of prompts of `input_len` tokens, each continued by `output_len` tokens."""
 
-    batch_size: int = Field(ge=1, le=MOST)
-    input_len: int = Field(ge=1, le=MOST)
-    output_len: int = Field(ge=1, le=MOST)
+    batch_size: int = Field(ge=1, le=MAX_COUNT)
+    input_len: int = Field(ge=1, le=MAX_COUNT)
+    output_len: int = Field(ge=1, le=MAX_COUNT)
 
     @property
     def total_len(self) -> int:

@@ -44,12 +44,12 @@ _WITHOUT_INTERFACE = {
     "mvp", "prophetnet", "rembert", "roformer", "trocr", "xglm", "xlm",
 }  # fmt: skip
 # .. or do more with cached keys and values than attend to them: most cache what these are made of.
-_OWN_KEYS = {
+_TRANSFORMED_KEYS = {
     "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots3_note",
     "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "inkling2_text", "jetmoe", "kimi_k2", "kimi_k25",
     "kimi_linear", "minicpm3", "mistral_large4", "youtu",
 }  # fmt: skip
-ATTEND_THEMSELVES = frozenset(_WITHOUT_INTERFACE | _OWN_KEYS)
+ATTEND_THEMSELVES = frozenset(_WITHOUT_INTERFACE | _TRANSFORMED_KEYS)
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 

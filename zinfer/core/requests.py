@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zinfer.core.case import MOST
+from zinfer.core.case import MAX_COUNT
 from zinfer.core.units import counted, figures
 from zinfer.core.value import Frozen
 
@@ -41,10 +41,10 @@ class LengthDistribution(Frozen):
     """
 
     kind: Literal["lognormal", "uniform", "fixed"]
-    input_len: int = Field(ge=1, le=MOST)
-    output_len: int = Field(ge=1, le=MOST)
-    max_input_len: int = Field(default=MOST, ge=1, le=MOST)
-    max_output_len: int = Field(default=MOST, ge=1, le=MOST)
+    input_len: int = Field(ge=1, le=MAX_COUNT)
+    output_len: int = Field(ge=1, le=MAX_COUNT)
+    max_input_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
+    max_output_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
     sigma: float = Field(default=0.5, ge=0, le=MAX_SIGMA)
     spread: float = Field(default=0.5, ge=0, le=1)
 
@@ -61,15 +61,15 @@ class LengthDistribution(Frozen):
             return cls.model_validate(fields)
         except ValueError:
             raise ValueError(
-                f"{text[:80]!r} is no distribution of lengths: write {FORM}; lengths are 1 to {MOST:,} tokens, sigma "
-                f"is at most {MAX_SIGMA:g}, spread at most 1"
+                f"{text[:80]!r} is no distribution of lengths: write {FORM}; lengths are 1 to {MAX_COUNT:,} tokens, "
+                f"sigma is at most {MAX_SIGMA:g}, spread at most 1"
             ) from None
 
     def describe(self) -> str:
         """Return the text that `parse` takes."""
         text = f"{self.kind}:{self.input_len},{self.output_len}"
         for name in ("max_input_len", "max_output_len"):
-            text += "" if getattr(self, name) == MOST else f",{name}={getattr(self, name)}"
+            text += "" if getattr(self, name) == MAX_COUNT else f",{name}={getattr(self, name)}"
         return text + {"lognormal": f",sigma={self.sigma:g}", "uniform": f",spread={self.spread:g}"}.get(self.kind, "")
 
     def draw(self, count: int, seed: int) -> list[Lengths]:
@@ -119,7 +119,7 @@ class RequestLoad(Frozen):
 
     source: str  # distribution of lengths, or name and checksum of a file
     requests: int = Field(ge=1, le=MAX_REQUESTS)
-    seed: int = Field(default=0, ge=0, le=MOST)
+    seed: int = Field(default=0, ge=0, le=MAX_COUNT)
     in_flight: InFlight | None = None
     request_rate: RequestRate | None = None
     order: Order = "given"

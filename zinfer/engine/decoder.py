@@ -294,8 +294,8 @@ class Decoder(Engine[D]):
         moved = list(zip(batches, indices, strict=True))
         real = [batch.real(rows) for batch, rows in moved]
         counts = torch.cat([rows.sum(-1) for rows in real])
-        gaps = [(rows.long().diff(dim=-1) < 0).any() for rows in real]
-        length, *broken = torch.stack([counts.max(), *gaps]).tolist()  # the CPU waits for the device once
+        broken_rows = [(rows.long().diff(dim=-1) < 0).any() for rows in real]
+        length, *broken = torch.stack([counts.max(), *broken_rows]).tolist()  # the CPU waits for the device once
         mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
         masks = [RowMask(rows) if has_gaps else None for rows, has_gaps in zip(real, broken, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]

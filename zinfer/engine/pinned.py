@@ -198,7 +198,7 @@ class PinnedArena:
         runtime, address = torch.cuda.cudart(), self.memory.data_ptr() + start
         code = runtime.cudaHostRegister(address, end - start, 0)
         if int(code) != 0:
-            _forget_error()
+            _clear_error()
             limit = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if end - start >= LOCK_LIMIT else ""
             raise MemoryError(
                 f"the GPU's driver refused to page-lock {gb(end - start)} of host memory "
@@ -287,7 +287,7 @@ def _node_of_gpu() -> NumaNode | None:
     return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
-def _forget_error() -> None:
+def _clear_error() -> None:
     """Clear the CUDA runtime's last error, which the next launch would report. torch has no function for it."""
     with suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text().splitlines()

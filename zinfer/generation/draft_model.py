@@ -54,17 +54,17 @@ class ModelDrafter:
     def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         last = self._spec.max_position or 1 << 30
         counts = {key: count for key, count in counts.items() if 1 < rows[key].length <= last - count}
-        known = {key: rows[key].known_ids for key in counts}
+        known_ids = {key: rows[key].known_ids for key in counts}
         drafts: dict[int, list[int]] = {}
         if counts:
             with self._guarded():
-                self._drop_rejected(known)
-                self._begin({key: ids[:-1] for key, ids in known.items()})
+                self._drop_rejected(known_ids)
+                self._begin({key: ids[:-1] for key, ids in known_ids.items()})
                 self._join()
                 if self._stream is not None:
                     self._stream.synchronize()
                 began = time.monotonic()
-                drafts = self._run(rows, known, counts)
+                drafts = self._run(rows, known_ids, counts)
                 seconds = (time.monotonic() - began) / max(counts.values())
                 self._recent = [*self._recent[1 - tuning.DRAFTS.recent_rounds :], seconds]
         return drafts
@@ -155,12 +155,12 @@ class ModelDrafter:
         return to_device(token_ids, self._engine.device).clamp(max=self._spec.vocab_size - 1)
 
     def _run(
-        self, rows: Mapping[int, Sequence], known: Mapping[int, list[int]], counts: Mapping[int, int]
+        self, rows: Mapping[int, Sequence], known_ids: Mapping[int, list[int]], counts: Mapping[int, int]
     ) -> dict[int, list[int]]:
         engine = self._engine
         ((batch, keys),) = self._parts
         # Of rows that have ended, or have no drafts, a token of no meaning is computed.
-        token_ids = [[0] if key is None else known.get(key, [0]) for key in keys]
+        token_ids = [[0] if key is None else known_ids.get(key, [0]) for key in keys]
         computed = [0 if key is None or key not in counts else self._computed[key] for key in keys]
         lacking = [ids[first:-1] for ids, first in zip(token_ids, computed, strict=True)]
         longest, count = max(map(len, lacking)), max(counts.values())

@@ -126,11 +126,11 @@ class Drafts:
         self.seconds += seconds
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
             self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
-        gains, least = (
+        gains, threshold = (
             self._gains({key: len(drafts) for key, drafts in proposed.items()}),
             tuning.DRAFTS.worth * len(rows),
         )
-        count = max((index for index, gain in enumerate(gains, 1) if gain >= least), default=1)
+        count = max((index for index, gain in enumerate(gains, 1) if gain >= threshold), default=1)
         return {key: drafts[:count] for key, drafts in proposed.items()}
 
     def _chance(self, key: int) -> float:

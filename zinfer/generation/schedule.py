@@ -62,14 +62,14 @@ class PlannedBatch:
         self.rows: list[Sequence | None] = list(rows)
         self._pads = [width - count for count in tokens]
         self.width, self.capacity, self.length = width, capacity, length
-        self.gaps = False  # True once positions between others were forgotten
+        self.has_gaps = False  # True once positions between others were forgotten
         self._count()
 
     def _count(self) -> None:
         self.alive = [index for index, row in enumerate(self.rows) if row is not None]
         self.living = [row for row in self.rows if row is not None]
         pads = [self._pads[index] for index in self.alive]
-        self._padding, self._least_padding = sum(pads), min(pads, default=0)
+        self._padding, self._min_padding = sum(pads), min(pads, default=0)
 
     @property
     def running(self) -> bool:
@@ -85,7 +85,7 @@ class PlannedBatch:
     def reserved(self) -> int:
         return len(self.rows) * self.capacity
 
-    def known(self, index: int) -> int:
+    def initial_tokens(self, index: int) -> int:
         """Return the tokens of a row that the micro-batch was made for."""
         return self.width - self._pads[index]
 
@@ -105,7 +105,7 @@ class PlannedBatch:
         longest = max(kept)
         self.length += longest
         self._pads = [pad + longest - count for pad, count in zip(self._pads, kept, strict=True)]
-        self.gaps = self.gaps or min(kept) < longest
+        self.has_gaps = self.has_gaps or min(kept) < longest
         self._count()
 
     def end(self, keys: Collection[int]) -> None:
@@ -123,7 +123,7 @@ class PlannedBatch:
     @property
     def compact(self) -> tuple[int, int]:
         """Rows and positions of each after a compaction."""
-        return len(self.alive), max(0, self.length - self._least_padding) if self.alive else 0
+        return len(self.alive), max(0, self.length - self._min_padding) if self.alive else 0
 
     @property
     def max_remaining(self) -> int:
@@ -632,8 +632,8 @@ class Schedule:
             return None
         self._crowd = 1 << 62
         fresh = self._next.length - self.reusable(self._next)
-        least = tuned.min_prompt_tokens * (tuned.further_batch if begun else 1)
-        min_tokens = least if able.chunks else self.times.tokens
+        prompt_floor = tuned.min_prompt_tokens * (tuned.further_batch if begun else 1)
+        min_tokens = prompt_floor if able.chunks else self.times.tokens
         if budget < min(fresh, min_tokens) and not alone:
             return None
         used = self._usage() if self._used is None else self._used

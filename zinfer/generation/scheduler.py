@@ -178,8 +178,8 @@ class ContinuousScheduler:
             return load.batch_size * load.total_len
         planned = positions_of(load)
         if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
-            most = largest_load(planner, [(load.input_len, load.output_len)] * tuned.max_rows)
-            planned = max(planned, positions_of(most))
+            largest = largest_load(planner, [(load.input_len, load.output_len)] * tuned.max_rows)
+            planned = max(planned, positions_of(largest))
         if self.engine.device.type != "cuda":
             return planned
         self.engine.give_back()
@@ -201,7 +201,7 @@ class ContinuousScheduler:
         gone = [key for key in dict.fromkeys(keys) if key in self.sequences]
         for batch in self.schedule.batches:
             for index, row in zip(batch.alive, batch.living, strict=True):
-                if row.key in gone and batch.running and not batch.gaps:
+                if row.key in gone and batch.running and not batch.has_gaps:
                     self._note(row, batch, index, batch.computed(index))
         for key in gone:
             self._discard(key)
@@ -416,12 +416,14 @@ class ContinuousScheduler:
         for batch, count in works:
             if batch.length + count < batch.width:
                 continue
-            whole = not batch.gaps and (len(batch.rows) == 1 or count == 1 or not batch.running)
+            whole = not batch.has_gaps and (len(batch.rows) == 1 or count == 1 or not batch.running)
             for index, row in zip(batch.alive, batch.living, strict=True):
                 if row.error is not None:
                     continue
                 if (row.ended and whole) or not (batch.running or self._one_by_one):
-                    computed = batch.computed(index) + self.gained[row.key] if batch.running else batch.known(index)
+                    computed = (
+                        batch.computed(index) + self.gained[row.key] if batch.running else batch.initial_tokens(index)
+                    )
                     self._note(row, batch, index, computed)
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
@@ -434,7 +436,7 @@ class ContinuousScheduler:
         for number, row in zip(batch.alive, batch.living, strict=True):
             computed = batch.computed(number)
             kept = 0
-            if computed >= self._min_kept and not source.gaps and not row.scores_prompt:
+            if computed >= self._min_kept and not source.has_gaps and not row.scores_prompt:
                 kept = self.prefixes.keep(row.known_ids[:computed], self.engine, _micro_batch(source), indices[number])
             self.schedule.tally.again += computed - kept
 

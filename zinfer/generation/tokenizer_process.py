@@ -255,8 +255,8 @@ def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> 
 def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
     """Return the first message to the process."""
     limits = {"load_s": LOAD_S, "load_bytes": LOAD_BYTES, "request_bytes": REQUEST_BYTES}
-    known = {"template": template.text, "config": {"eos_token_id": spec.config.get("eos_token_id")}}
-    return spec.model_dump(include={"directory", "vocab_size", "name"}) | limits | known
+    facts = {"template": template.text, "config": {"eos_token_id": spec.config.get("eos_token_id")}}
+    return spec.model_dump(include={"directory", "vocab_size", "name"}) | limits | facts
 
 
 def characters(prompt: Prompt) -> int:

@@ -21,7 +21,7 @@ from zinfer.system import atomic
 # A job that is preempted goes on until it is killed, and is queued again: it loses the point under way alone.
 PATIENT = """bash -c 'trap "" TERM; exec "$0" "$@"'"""
 RELEASE_S = 120.0  # for cancelled jobs of an earlier start to end
-OWN = frozenset({"array", "output", "error", "open-mode", "requeue", "no-requeue", "wait", "wrap", "parsable"})
+RESERVED = frozenset({"array", "output", "error", "open-mode", "requeue", "no-requeue", "wait", "wrap", "parsable"})
 
 
 class ClusterError(ZinferError):
@@ -41,7 +41,7 @@ class Cluster:
             name, equals, value = word.removeprefix("--").partition("=")
             if not re.fullmatch("[a-z][a-z-]*", name) or "\n" in word or (equals and not value):
                 raise ClusterError(f"--slurm-arg {word[:60]!r}: write an option of sbatch: partition=gpu or exclusive")
-            if name in OWN:
+            if name in RESERVED:
                 raise ClusterError(f"--slurm-arg {name}: zinfer sets it itself")
             if name == "setup":
                 self._before.append(value)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from zinfer.core.case import MOST
+from zinfer.core.case import MAX_COUNT
 from zinfer.core.errors import ZinferError
 from zinfer.core.request import EchoedPrompt, Failure, Request, Sampling, TokenScore
 
@@ -224,7 +224,7 @@ def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
     return bool(value)
 
 
-def _whole(body: dict[str, Any], key: str, low: int | None, high: int = MOST) -> int:
+def _whole(body: dict[str, Any], key: str, low: int | None, high: int = MAX_COUNT) -> int:
     value = body[key]
     if not isinstance(value, int) or isinstance(value, bool) or (low is not None and not low <= value <= high):
         limits = f" from {low} to {high:,}" if low is not None else ""

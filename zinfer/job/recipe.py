@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.checkpoint.resolve import catalogue_name
-from zinfer.core.case import MOST, Case, LoadFormat, Workload, resident_bytes
+from zinfer.core.case import MAX_COUNT, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import (
     ENGINES,
     Offload,
@@ -64,7 +64,7 @@ _UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 OptionalAxis = Annotated[tuple[T, ...], Field(max_length=AXIS), BeforeValidator(_as_tuple), _UNIQUE]
 Axis = Annotated[OptionalAxis[T], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plain)]
-Whole = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Settings = Annotated[tuple[Option, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
 Budget = Annotated[Name, AfterValidator(_budget)]
 Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
@@ -134,7 +134,7 @@ class Sweep(Frozen):
     in_flight: OptionalAxis[InFlight] = ()
     request_rate: OptionalAxis[RequestRate] = ()
     request_order: Order = "given"
-    seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
+    seed: int = Field(default=0, ge=0, le=MAX_COUNT)  # of the lengths, the arrivals and the tokens of requests
     sla: OptionalAxis[Name] = ()
     rounds: int = Field(default=1, ge=1, le=100)
     dtype: Dtype | None = None
@@ -145,7 +145,7 @@ class Sweep(Frozen):
     weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
-    repeats: int = Field(default=3, ge=1, le=MOST)
+    repeats: int = Field(default=3, ge=1, le=MAX_COUNT)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)
     minutes: float = Field(default=15, ge=0, le=1e9)
@@ -173,8 +173,8 @@ class Sweep(Frozen):
         if isinstance(value, str) or value in ((), []):
             return value
         sizes = value if isinstance(value, list | tuple) else (value,)
-        if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
-            raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
+        if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MAX_COUNT for size in sizes):
+            raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MAX_COUNT:,}")
         return tuple(sorted(set(sizes)))
 
     @model_validator(mode="after")
@@ -271,11 +271,11 @@ def _sizes(text: str) -> tuple[int, ...]:
         while grows and 1 <= value <= end and len(sizes) <= AXIS:
             sizes.add(value)
             value = value * step if match[3] == "*" else value + step  # type: ignore[index]
-        if not grows or value <= end or end > MOST:
+        if not grows or value <= end or end > MAX_COUNT:
             shown = text if len(text) <= 80 else f"{text[:80]}…"
             raise RecipeError(
                 f"--batch-size {shown!r}: write auto, 1,2,4, 1,8,auto, 1-64*2 (doubling) or 8-64+8 (steps), "
-                f"at most {AXIS:,} sizes from 1 to {MOST:,}"
+                f"at most {AXIS:,} sizes from 1 to {MAX_COUNT:,}"
             )
     return tuple(sorted(sizes))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from zinfer.core.case import MOST
+from zinfer.core.case import MAX_COUNT
 from zinfer.core.request import GREEDY, Sampling
 from zinfer.core.requests import DEFAULT_REQUESTS, MAX_REQUESTS, LengthDistribution, RequestLoad
 from zinfer.core.value import Frozen
@@ -65,8 +65,8 @@ class RequestSet(NamedTuple):
 
 
 class _LengthLine(Frozen):
-    input_len: int = Field(ge=1, le=MOST, strict=True)
-    output_len: int = Field(ge=1, le=MOST, strict=True)
+    input_len: int = Field(ge=1, le=MAX_COUNT, strict=True)
+    output_len: int = Field(ge=1, le=MAX_COUNT, strict=True)
 
 
 def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:

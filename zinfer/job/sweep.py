@@ -152,7 +152,7 @@ def run(
     Each is appended to `store` at once. After `Sweep.minutes` no point begins. Raises Interrupted on SIGINT and
     SIGTERM, after the point under way is recorded as `cancelled`, StoreError if a record cannot be written.
     """
-    runner = _Runner(sweep, _turns(sweep, jobs), store, _known(done), events or Events())
+    runner = _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events())
     with Signals() as handled:
         for index, (_, job) in enumerate(runner.turns):
             worker = partial(
@@ -166,7 +166,7 @@ def run(
 
 def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
     """Return the points and seconds that `run` will have, whatever `Sweep.minutes`."""
-    return _forecast(sweep, _turns(sweep, jobs), _known(done)).outlook()
+    return _forecast(sweep, _turns(sweep, jobs), _final_records(done)).outlook()
 
 
 Turns = list[tuple[int, LoadJob]]  # numbers of rounds, and loads
@@ -177,20 +177,20 @@ def _turns(sweep: Sweep, jobs: Iterable[LoadJob]) -> Turns:
     return [(number, job) for number in range(sweep.rounds) for job in jobs]
 
 
-def _forecast(sweep: Sweep, turns: Turns, recorded: "Known") -> Forecast:
+def _forecast(sweep: Sweep, turns: Turns, recorded: "FinalRecords") -> Forecast:
     upcoming = [(job, {key for key in recorded if _find(recorded, key, number)}) for number, job in turns]
     return Forecast(sweep, upcoming)
 
 
-def _known(done: Iterable[Point]) -> "Known":
-    recorded: Known = {}
+def _final_records(done: Iterable[Point]) -> "FinalRecords":
+    recorded: FinalRecords = {}
     for point in done:
         if point.status in FINAL:
             recorded.setdefault(key_of(point), []).append(point)
     return recorded
 
 
-Known = dict[Key, list[Point]]  # final records of each point, in their order
+FinalRecords = dict[Key, list[Point]]  # final records of each point, in their order
 
 
 def key_of(point: Point) -> Key:
@@ -198,7 +198,7 @@ def key_of(point: Point) -> Key:
     return point.key if isinstance(point, RequestPoint) else point.case
 
 
-def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point | None:
+def _find(recorded: FinalRecords, key: Key, number: int, timed: bool = True) -> Point | None:
     """Return the record of a point in round `number`, or None.
 
     A failure, and a batch that is only tried, are recorded for all rounds.
@@ -219,7 +219,7 @@ class _Runner:
     sweep: Sweep
     turns: Turns
     store: Store
-    recorded: Known
+    recorded: FinalRecords
     events: Events
     points: list[Point] = field(default_factory=list)
     left: list[str] = field(default_factory=list)

@@ -47,9 +47,9 @@ def _fields(kind: type[BaseModel], value: BaseModel | None, prefix: str = "") ->
     return {prefix + name: _cell(dict(cell) if name == "options" else cell) for name, cell in cells.items()}
 
 
-def _attributes(point: object, names: str, known: bool = True) -> Row:
+def _attributes(point: object, names: str, usable: bool = True) -> Row:
     """Return a cell for each of `names`; empty ones unless `known`."""
-    return {name: getattr(point, name) if known else None for name in names.split()}
+    return {name: getattr(point, name) if usable else None for name in names.split()}
 
 
 def _outcome(point: Recorded) -> Row:
@@ -70,12 +70,12 @@ def _conditions(point: Recorded) -> Row:
     }
 
 
-def _half_width(samples: Sequence[float], known: bool) -> float | None:
-    return ci95_half_width(samples) if known else None
+def _half_width(samples: Sequence[float], usable: bool) -> float | None:
+    return ci95_half_width(samples) if usable else None
 
 
 def _row(file: str, point: Measurement) -> Row:
-    known, tpot_ms = point.usable, [fmean(steps) for steps in point.step_ms if steps]
+    usable, tpot_ms = point.usable, [fmean(steps) for steps in point.step_ms if steps]
     return {
         "file": file,
         "machine": point.machine,
@@ -83,28 +83,28 @@ def _row(file: str, point: Measurement) -> Row:
         **_fields(Workload, point.case.workload),
         **_outcome(point),
         "repeats": len(point.ttft_ms) or None,
-        **_attributes(point, "output_tok_s", known),
-        "output_tok_s_half_width": _half_width(point.output_tok_s_samples, known),
-        **_attributes(point, "decode_tok_s prefill_tok_s", known),
-        "ttft_ms": fmean(point.ttft_ms) if known else None,
-        "ttft_ms_half_width": _half_width(point.ttft_ms, known),
-        **_attributes(point, "tpot_ms", known),
-        "tpot_ms_half_width": _half_width(tpot_ms, known),
-        **_attributes(point, "step_median_ms", known),
-        "e2e_ms": fmean(point.e2e_ms) if known else None,
+        **_attributes(point, "output_tok_s", usable),
+        "output_tok_s_half_width": _half_width(point.output_tok_s_samples, usable),
+        **_attributes(point, "decode_tok_s prefill_tok_s", usable),
+        "ttft_ms": fmean(point.ttft_ms) if usable else None,
+        "ttft_ms_half_width": _half_width(point.ttft_ms, usable),
+        **_attributes(point, "tpot_ms", usable),
+        "tpot_ms_half_width": _half_width(tpot_ms, usable),
+        **_attributes(point, "step_median_ms", usable),
+        "e2e_ms": fmean(point.e2e_ms) if usable else None,
         **_attributes(point, "load_s load_bytes"),
         "load_bandwidth_bytes_s": point.load_bandwidth,
-        "h2d_bandwidth_bytes_s": point.h2d_bandwidth if known else None,
+        "h2d_bandwidth_bytes_s": point.h2d_bandwidth if usable else None,
         **_links(point),
-        **_attributes(point, "link_share", known),
+        **_attributes(point, "link_share", usable),
         **_conditions(point),
     }
 
 
 def _request_row(file: str, point: RequestPoint) -> Row:
-    asked, lengths, known = point.requests, point.mean_lengths or (None, None), point.usable
+    asked, lengths, usable = point.requests, point.mean_lengths or (None, None), point.usable
     texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
-    times = {metric: point.summary(metric) if known else None for metric in METRICS}
+    times = {metric: point.summary(metric) if usable else None for metric in METRICS}
     return {
         "file": file,
         "machine": point.machine,
@@ -114,7 +114,7 @@ def _request_row(file: str, point: RequestPoint) -> Row:
         **_outcome(point),
         "mean_input_len": lengths[0],
         "mean_output_len": lengths[1],
-        **_attributes(point, "wall_ms busy_ms", known),
+        **_attributes(point, "wall_ms busy_ms", usable),
         "passes": len(point.pass_ms) or None,
         **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s steady_tok_s padding link_busy"),
         **{f"{metric}_{name}": getattr(times[metric], name, None) for metric in METRICS for name in Summary._fields},

@@ -145,7 +145,7 @@ class RequestPoint(Recorded):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if any(later <= earlier for earlier, later in pairwise(self.pass_ms)):
+        if any(end <= start for start, end in pairwise(self.pass_ms)):
             raise ValueError("pass_ms: times that do not ascend")
         for sample in self.samples:
             if sample.last_pass >= len(self.pass_ms):
@@ -192,7 +192,7 @@ class RequestPoint(Recorded):
         ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
         if metric == "itl_ms":
             pairs = (pair for sample in ended for pair in pairwise(sample.passes))
-            return [self.pass_ms[later] - self.pass_ms[earlier] for earlier, later in pairs]
+            return [self.pass_ms[end] - self.pass_ms[start] for start, end in pairs]
         return [value for sample in ended if (value := self.value_ms(sample, metric)) is not None]
 
     def value_ms(self, sample: RequestSample, metric: RequestMetric) -> float | None:

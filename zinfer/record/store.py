@@ -49,7 +49,7 @@ class Records(NamedTuple):
     requests: tuple[RequestPoint, ...] = ()
 
     @classmethod
-    def together(cls, files: "Iterable[Records]") -> Self:
+    def joined(cls, files: "Iterable[Records]") -> Self:
         """Return the records of all `files`."""
         fields: Any = zip(*files, strict=True)
         return cls(*(tuple(chain.from_iterable(field)) for field in fields))

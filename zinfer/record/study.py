@@ -243,7 +243,7 @@ class Runs(NamedTuple):
     damaged: tuple[Damage, ...] = ()
 
     @classmethod
-    def together(cls, files: "Iterable[Runs]") -> Self:
+    def joined(cls, files: "Iterable[Runs]") -> Self:
         """Return the runs of all `files`."""
         fields: Any = zip(*files, strict=True)
         return cls(*(tuple(chain.from_iterable(field)) for field in fields))

@@ -38,7 +38,7 @@ def ask(
 
 def ask_at_once(server: Server, prompts: Sequence[Sequence[int]], output_len: int) -> list[Completion]:
     """Send prompts at the same time; return their answers. Raises as `ask` does."""
-    together = threading.Barrier(len(prompts))
+    barrier = threading.Barrier(len(prompts))
     with ThreadPoolExecutor(len(prompts)) as pool:
-        jobs = [pool.submit(ask, server, prompt, output_len, together.wait) for prompt in prompts]
+        jobs = [pool.submit(ask, server, prompt, output_len, barrier.wait) for prompt in prompts]
         return [job.result() for job in jobs]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
 TIMES = 8  # copies of several GPUs in a sample, so that their launches do not count
-TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
+COPIES = 12  # copies of the largest block in a sample, while the CPU computes attention
 # Seconds of work before the first sample of what many threads do: they, and a new machine's memory, start slowly.
 WARM_UP_S = 0.5
 BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
@@ -342,7 +342,7 @@ def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) 
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             begin.record()
-            for _ in range(TOGETHER):
+            for _ in range(COPIES):
                 device.copy_(host, non_blocking=True)
             end.record()
         attended, began = 0, perf_counter()
@@ -350,7 +350,7 @@ def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) 
             attend()
             attended += 1
         rates["attention"].append(attended * amount / (perf_counter() - began))
-        rates["link"].append(TOGETHER * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
+        rates["link"].append(COPIES * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
     return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
@@ -363,8 +363,8 @@ def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
         paths = [Path(f"/proc/self/fd/{file.fileno()}") for file in files]
-        stripes = stack.enter_context(direct.StripedFile(paths))
-        if not stripes.direct:
+        striped = stack.enter_context(direct.StripedFile(paths))
+        if not striped.direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         began, blocks = perf_counter(), 0
         while (blocks + 1) * direct.REQUEST <= size and perf_counter() - began < BUDGET_S * (1 if quick else 2):
@@ -379,7 +379,7 @@ def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
         def read(thread: int) -> None:
             part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]
             for block in range(thread, blocks, direct.THREADS):
-                stripes.read(part, block * direct.REQUEST, direct.REQUEST)
+                striped.read(part, block * direct.REQUEST, direct.REQUEST)
 
         with ThreadPoolExecutor(direct.THREADS) as pool:
             rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, min_samples)

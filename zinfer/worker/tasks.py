@@ -40,8 +40,8 @@ def _requests(items: Iterable[Any]) -> list[Request]:
         if not isinstance(item, Request):
             fields |= item
             sampling = Sampling.model_validate(fields["sampling"])
-            own = {"sampling": sampling, "stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
-            item = Request(**fields | own)
+            changed = {"sampling": sampling, "stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
+            item = Request(**fields | changed)
         requests.append(item)
     return requests
 

@@ -58,7 +58,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
     _folder: Scratch | None = None
     _engine: Any = None
     _arena: PinnedArena | None = None
-    _fetched = _streamed_per_step = 0
+    _moved_bytes = _streamed_per_step = 0
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
         self._group = group
@@ -177,8 +177,8 @@ class DeepSpeed(Decoder[DecoderBatch]):
         spec, tuned = self.plan.model, self.options.tuned
         vectors = (parameter.numel() for parameter in self.model.parameters() if parameter.dim() == 1)
         persistent = max(vectors, default=0) if tuned else spec.hidden_size
-        fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
-        layer = max(map(sum, fetched))
+        parameter_sizes = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
+        layer = max(map(sum, parameter_sizes))
         bucket = layer if tuned else 2 * spec.hidden_size**2
         zero: dict[str, Any] = {
             "stage": 3,
@@ -201,7 +201,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
             zero["offload_param"] |= {
                 "nvme_path": str(self._folder.path),
                 "buffer_size": max(self.model.get_parameter(name).numel() for name in self._offloaded),
-                "buffer_count": 2 * max(map(len, fetched)) + 1 if tuned else 5,
+                "buffer_count": 2 * max(map(len, parameter_sizes)) + 1 if tuned else 5,
             }
             config["aio"] = {
                 "block_size": 1 << 20,
@@ -218,7 +218,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
             def all_gather_coalesced(parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
                 parameters = list(parameters)
-                self._fetched += sum(_bytes(parameter) for parameter in parameters if id(parameter) in offloaded)
+                self._moved_bytes += sum(_bytes(parameter) for parameter in parameters if id(parameter) in offloaded)
                 return gather(parameters, *args, **kwargs)
 
             return all_gather_coalesced
@@ -227,10 +227,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
             parameter.all_gather_coalesced = counted(parameter.all_gather_coalesced)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        before, step = self._fetched, is_step(works)
+        before, step = self._moved_bytes, is_step(works)
         logits = super().forward(works)
         if step:
-            self._streamed_per_step = self._fetched - before
+            self._streamed_per_step = self._moved_bytes - before
         return logits
 
     def passes_of(self, rows: int, count: int) -> int:

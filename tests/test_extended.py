@@ -17,8 +17,8 @@ from zinfer.checkpoint import resolve
 from zinfer.core.model import stretched
 
 SWITCH = 24
-FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": SWITCH, **FACTORS}
+ROPE_FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": SWITCH, **ROPE_FACTORS}
 SCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 2, "sliding_window": None}
 # Architecture, rotary positions, positions of the configuration, other settings.

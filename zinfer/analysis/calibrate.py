@@ -58,7 +58,7 @@ EVIDENCE = Evidence()
 _ROUTED = ("link_share", "mfu")  # factors of which models with routed experts have their own
 # throughput, median seconds, and peak bytes: of tensors on the GPU, and of the process, load included
 Quantity = Literal["tok_s", "ttft_s", "step_s", "gpu_bytes", "host_bytes"]
-_FACTORS = ("hbm_share", "unpack_share", "layer_s", "expert_kernel_s", "memory", *_ROUTED)
+_EFFICIENCIES = ("hbm_share", "unpack_share", "layer_s", "expert_kernel_s", "memory", *_ROUTED)
 
 
 class PredictedPoint(Frozen):
@@ -129,9 +129,11 @@ class FitPoint:
         return bytes_ | {"ttft_s": prefill.seconds, "step_s": step.seconds, "tok_s": rate}
 
     @cached_property
-    def factors(self) -> Mapping[str, float | None]:
+    def efficiencies(self) -> Mapping[str, float | None]:
         """Value of each factor by this point alone."""
-        return {name: getattr(self, name)() if self.point.usable or name == "memory" else None for name in _FACTORS}
+        return {
+            name: getattr(self, name)() if self.point.usable or name == "memory" else None for name in _EFFICIENCIES
+        }
 
     def link_share(self) -> float | None:
         """Return the share of the link that a link-bound step reached."""
@@ -279,11 +281,11 @@ def write(path: Path, results: Path = Path("sweeps/results")) -> None:
             return [rounded(part) for part in value]
         return float(f"{value:.4g}") if isinstance(value, float) else value
 
-    factors = {
+    efficiencies = {
         engine: {name: rounded(value) for name, value in efficiency.model_dump(exclude_defaults=True).items()}
         for engine, efficiency in sorted(fitted.items())
     }
-    atomic.write(path, json.dumps(factors, indent=1) + "\n")
+    atomic.write(path, json.dumps(efficiencies, indent=1) + "\n")
 
 
 def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint]:
@@ -364,7 +366,7 @@ class _Fit:
         self.points = len(points)
         self._values: dict[tuple[str, bool], list[tuple[FitPoint, float]]] = {}
         for point in points:
-            for name, value in point.factors.items():
+            for name, value in point.efficiencies.items():
                 if value is not None:
                     routed = name in _ROUTED and bool(point.model.num_experts)
                     self._values.setdefault((name, routed), []).append((point, value))
@@ -385,9 +387,11 @@ class _Fit:
             return median(values) if values else None
 
         default = Efficiency()
-        factors = {name: fitted(name, False) or fitted(name, True) or getattr(default, name) for name in _FACTORS}
-        factors |= {f"expert_{name}": fitted(name, True) for name in _ROUTED}
-        return default.model_copy(update=factors | {"points": self.points - (without is not None)})
+        efficiencies = {
+            name: fitted(name, False) or fitted(name, True) or getattr(default, name) for name in _EFFICIENCIES
+        }
+        efficiencies |= {f"expert_{name}": fitted(name, True) for name in _ROUTED}
+        return default.model_copy(update=efficiencies | {"points": self.points - (without is not None)})
 
 
 def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:

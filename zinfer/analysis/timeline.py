@@ -80,11 +80,11 @@ def share(spans: Spans, lane: Lane) -> float:
 def waits(spans: Spans) -> Waits:
     """Return the idle time of the link, by position in the step. A link that never works waits before its first
     copy."""
-    copies, gaps = busy(spans, "copy"), idle(spans)
+    copies, pauses = busy(spans, "copy"), idle(spans)
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
-    before, after = _overlap(gaps, [(0.0, first)]), _overlap(gaps, [(last, length_ms(spans))])
-    working, reading = _overlap(gaps, busy(spans, "unpack", "compute")), _overlap(gaps, busy(spans, "disk"))
-    return Waits(before, _total(gaps) - before - after, after, working, reading)
+    before, after = _overlap(pauses, [(0.0, first)]), _overlap(pauses, [(last, length_ms(spans))])
+    working, reading = _overlap(pauses, busy(spans, "unpack", "compute")), _overlap(pauses, busy(spans, "disk"))
+    return Waits(before, _total(pauses) - before - after, after, working, reading)
 
 
 def hidden_share(spans: Spans, lane: Lane) -> float:

@@ -144,9 +144,9 @@ def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
                 tone = lighter(colour, 0.45 if odd else 0.0)
                 _boxes(axes, pairs, row, None if odd else meaning, color=tone, linewidth=0.3)
         if lane == "copy":
-            gaps = [(start, stop) for start, stop in step.idle(spans_of) if stop - start >= _column(limits)]
+            pauses = [(start, stop) for start, stop in step.idle(spans_of) if stop - start >= _column(limits)]
             _boxes(
-                axes, gaps, row, "the link waits",
+                axes, pauses, row, "the link waits",
                 facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
             )  # fmt: skip
 

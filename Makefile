@@ -68,7 +68,7 @@ conformance: setup
 judges: setup
 	$(call locked,judges)
 	$(PIP) $(LOCKED) .venv/judges.txt
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_judges.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.conftest -m slow tools/judges.py
 
 # Kill and starve every command, some 1,000 times; hours, of a case three starts of zinfer or more.
 campaign: setup

@@ -63,10 +63,7 @@ def synchronize(device: torch.device) -> None:
 
 def prompts(workload: Workload, vocab_size: int) -> Tensor:
     """Return random token ids ``[B, S]``, the same for every engine; not the lowest, often special."""
-    generator = torch.Generator().manual_seed(workload.batch_size)
-    low = min(8, vocab_size - 1)
-    shape = (workload.batch_size, workload.input_len)
-    return torch.randint(low, vocab_size, shape, generator=generator)
+    return torch.tensor(draw([workload.input_len] * workload.batch_size, vocab_size, workload.batch_size))
 
 
 class Greedy:

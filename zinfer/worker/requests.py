@@ -116,7 +116,9 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
         check_positions(session.plan.model, input_len, output_len, f"a request of {input_len} tokens")
         draw_prompts(requests, command.input_lens, session.plan.model.vocab_size, command.load.seed)
         run: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
-        run(session.engine, requests, command.load, samples, session.on_progress)
+        longest_first = sorted(requests, key=lambda request: -request.left)
+        ordered = longest_first if command.load.order == "longest-first" else requests
+        run(session.engine, ordered, command.load, samples, session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
@@ -151,8 +153,6 @@ def run_load(
             synchronize(engine.device)
             samples.stage = "requests"
             telemetry.start()
-            if load.order == "longest-first":
-                requests = sorted(requests, key=lambda request: -request.left)
             coming, tokens = deque(zip(load.arrivals(), requests, strict=True)), sum(row.left for row in requests)
             _Load(scheduler(), load, samples, coming, tokens, on_progress).run()
         finally:
@@ -171,8 +171,6 @@ def run_server_load(
     rows = load.in_flight if load.in_flight is not None else min(SERVER_ROWS, len(requests))
     longest = max(requests, key=lambda request: request.length + request.left)
     server.prepare(Workload(batch_size=rows, input_len=longest.length, output_len=longest.left))
-    if load.order == "longest-first":
-        requests = sorted(requests, key=lambda request: -request.left)
     arrivals = load.arrivals()
     with Telemetry(server.device, server.plan.placement.gpus) as telemetry:
         on_progress("warm-up", 0.0)

@@ -35,11 +35,6 @@ class Seen(NamedTuple):
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def picture(self, path: Path) -> None:
-        """Save the whole page as PNG."""
-        shot = self.browser.send("Page.captureScreenshot", captureBeyondViewport=True, format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     def printed(self) -> bytes:
         """Return the page as PDF, on A4."""
         paper = self.browser.send("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.damage_documents import NASTY, damaged, toml, torn, value
+from tests.damage_documents import NASTY, damaged, toml, torn
 from tests.results import accuracy_run, codec_run, kept_point, point, request_point, reuse_run, sweep, traced
 from zinfer.cli import main
 from zinfer.core.machine import Machine
@@ -299,6 +299,3 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-__all__ = ["KINDS", "QUICK", "Outcome", "one_at_a_time", "prepare", "requests", "run", "trial", "value"]

@@ -172,7 +172,7 @@ def mxfp4(directory: Path) -> Path:
 
 def modelopt(directory: Path, kind: str, separate: bool = False) -> tuple[Path, Tensors]:
     """Checkpoint as ModelOpt exports it. It has scales of activations and of the KV cache, and the weights in the
-    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know.
+    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `separate`, config.json does not know.
     """
     expected = Tensors()
 

@@ -600,5 +600,5 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
         for layer in layers:
             layer()
     assert log[:4] == ["router of 0", "expert (0, 0)", "expert (0, 3)", "layer 3"]
-    assert log[-4:] == ["router of 5", "expert (5, 0)", "expert (5, 3)", "layer 2"], "of the next trip"
+    assert log[-4:] == ["router of 5", "expert (5, 0)", "expert (5, 3)", "layer 2"], "of the next pass"
     bench.close()

@@ -87,7 +87,7 @@ def bench(
         max_size=6,
     ),
 )
-def test_every_trip_has_the_same_gathers(
+def test_every_pass_has_the_same_gathers(
     sizes: list[int], depth: int, rank_and_size: tuple[int, int], kept: set[int], passes: list[Any]
 ) -> None:
     """Passes of any mixture, idle ones and ones that fail half-way: the weights are right, no buffer is overwritten
@@ -189,5 +189,5 @@ def test_what_all_ranks_change_begins_anew(
     ranks.again()
     checked.ring.start()
     checked.run_pass()
-    assert list(islice(ranks.order, 1)) == [checked.ring.layers[1].chunks[0]], "one chunk of the next trip came ahead"
+    assert list(islice(ranks.order, 1)) == [checked.ring.layers[1].chunks[0]], "one chunk of the next pass came ahead"
     checked.close()

@@ -70,7 +70,7 @@ def load(
     gpu_weights: str | None = None,
     **options: Option,
 ) -> Engine:
-    """Load the checkpoint in `directory` into the engine `name`; `here` and `tokens` as in `steered`."""
+    """Load the checkpoint in `directory` into the engine `name`; `device_rows` and `tokens` as in `steered`."""
     case = Case(
         model=str(directory),
         engine=name,

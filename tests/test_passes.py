@@ -125,7 +125,7 @@ def test_windows_see_the_same_in_chunks(
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
     """Chunks of prompts are refused for models with states. The states would differ from the whole prompt's. Steps
-    share a trip.
+    share a pass.
     """
     engine = load("stream", kind(name), "cpu", tmp_path)
     token_ids, mask = sequences((13, 5, 9), 4, 3)
@@ -231,7 +231,7 @@ def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("way", ["cpu", "kv over the link"])
-def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_works_share_a_pass_of_the_weights(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     name, offload, options = WAYS[way]
     engine: Any = load(name, checkpoint("llama"), offload, tmp_path, **options)
     token_ids, mask = sequences(FIRST, 4, 1)

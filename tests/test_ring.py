@@ -346,7 +346,7 @@ def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) 
         bench.run_pass()
 
 
-def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     begin = PrefetchRing._begin
 
@@ -358,7 +358,7 @@ def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
     bench.run_pass()
     bench.run_pass(2)
-    assert begun == [0], "trips of weights alone follow each other"
+    assert begun == [0], "passes of weights alone follow each other"
     bench.run_pass(1, [Answer(0, 5)])
     bench.run_pass(1, [Answer(0, 6)])
     bench.run_pass(1, [Answer(0, 7)])
@@ -370,7 +370,7 @@ def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
     bench.close()
 
 
-def test_a_trip_that_fails_leaves_a_ring_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_leaves_a_ring_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
     with pytest.raises(MemoryError), bench.ring.weight_pass():  # noqa: PT012
         bench.layers[0]()

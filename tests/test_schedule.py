@@ -372,7 +372,7 @@ WAYS = [
     pytest.param(Limits(1_000_000, 64), Abilities(), id="rows"),
     pytest.param(Limits(12_000), Abilities(), id="positions"),
     pytest.param(Limits(12_000), Abilities(regroups="rarely"), id="in host memory"),
-    pytest.param(Limits(1_000_000, 64), Abilities(one_pass=False), id="a trip each"),
+    pytest.param(Limits(1_000_000, 64), Abilities(one_pass=False), id="a pass each"),
     pytest.param(Limits(1_000_000, 64), Abilities(chunks=False), id="no chunks"),
 ]
 

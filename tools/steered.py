@@ -9,8 +9,8 @@ from zinfer.plan.planner import Plan, Planner
 
 
 class Steered(Plan):
-    """Plan with `here` sequences' KV cache on the GPU. Others are in host memory. An engine passes `tokens` prompt
-    tokens at a time through the model. None leaves either as planned.
+    """Plan with `device_rows` sequences' KV cache on the GPU. Others are in host memory. An engine passes `tokens`
+    prompt tokens at a time through the model. None leaves either as planned.
     """
 
     device_rows: int | None = None

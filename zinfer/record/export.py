@@ -48,7 +48,7 @@ def _fields(kind: type[BaseModel], value: BaseModel | None, prefix: str = "") ->
 
 
 def _attributes(point: object, names: str, usable: bool = True) -> Row:
-    """Return a cell for each of `names`; empty ones unless `known`."""
+    """Return a cell for each of `names`; empty ones unless `usable`."""
     return {name: getattr(point, name) if usable else None for name in names.split()}
 
 

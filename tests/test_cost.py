@@ -524,6 +524,26 @@ def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     assert not placed(asked(batch_size=100, options=(("kv_offload", "cpu"),)), machine).kv_on_cpu
 
 
+@pytest.mark.parametrize("rate", [None, 120e9])
+@pytest.mark.parametrize("way", [{}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
+    rate: float | None, way: dict[str, str]
+) -> None:
+    """So it is where no weights come over the link with the cache, and where it is in 8 bits."""
+    machine = linked(55e9).model_copy(update={"attention_bandwidth": rate, "host_bytes": 800 << 30})
+    model, offload = BLOOM if way else resolve.resolve("opt-30b"), "cpu" if way else "none"
+    workload = Workload(batch_size=400, input_len=512, output_len=32)
+
+    def on_host(**options: str) -> bool:
+        asked = tuple(sorted((way | options).items()))
+        fields: dict[str, Any] = {"model": model.name, "offload": offload, "options": asked}
+        placement = Placer(Case(**fields, engine="stream", workload=workload), model, machine).place(workload)
+        return placement.kv_on_cpu and placement.host_rows(400) > 0
+
+    assert on_host() is (rate is not None)
+    assert on_host(kv_attention="cpu")
+
+
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
 def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
     """Holds also where all rows but one would not fit. The cause is the buffers that one row in transit needs."""
@@ -537,6 +557,25 @@ def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float 
     rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(largest - 4, largest + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
+
+
+def test_no_row_is_in_host_memory_while_the_gpu_holds_all_with_the_margin_of_the_engine() -> None:
+    """Small buffers leave less of a margin than the share of the GPU that else stays free."""
+    machine, model = machines.load("h100-80gb"), resolve.resolve("opt-30b")
+    narrow = 0
+    for size in range(12, 24):
+        workload = Workload(batch_size=size, input_len=512, output_len=256)
+        case = Case(model="opt-30b", engine="stream", offload="none", workload=workload)
+        alone = Placer(case.model_copy(update={"options": (("kv_offload", "none"),)}), model, machine)
+        counted, cautious = (alone.tiers(alone.place(workload), workload, each) for each in (None, CAUTIOUS))
+        planner = Planner(case, model, machine)
+        if cautious.gpu.total <= machine.gpu_bytes:
+            narrow += counted.gpu.total > TUNING.max_device_share * machine.gpu_bytes
+            assert planner.placement(workload).host_rows(size) == 0
+            assert planner.max_batch(workload) >= size
+        else:
+            assert planner.placement(workload).host_rows(size) > 0
+    assert narrow
 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:

@@ -69,18 +69,25 @@ def compare(combinations: Sequence[tuple[str, str, tuple[int, int]]]) -> list[fl
     return gains
 
 
-def test_no_setting_is_much_faster_than_what_is_chosen_without_any() -> None:
-    """Every 41st of all combinations; the next test takes all of them."""
-    gains = compare(COMBINATIONS[::41])
-    assert len(gains) > 7
+@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_setting_is_much_faster_than_what_is_chosen_without_any(every: int) -> None:
+    gains = compare(COMBINATIONS[::every])
+    assert len(gains) > 300 / every
     assert max(gains) <= 0.03
 
 
-@pytest.mark.slow
-def test_hardly_any_setting_is_faster_than_what_is_chosen_without_any() -> None:
-    gains = sorted(compare(COMBINATIONS))
-    assert gains[int(0.98 * len(gains))] <= 0.03
-    assert gains[-1] <= 0.08
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_finer_grid_of_shares_finds_little_more(calibrated: bool) -> None:
+    """Host memory is short here: what stays on the GPU leaves it to the KV cache."""
+    spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))
+    workload = Workload(batch_size=1, input_len=512, output_len=512)
+
+    def best(share: str) -> float:
+        case = Case(model=spec.name, engine="stream", offload="cpu", gpu_weights=share, workload=workload)
+        planner = Planner(case, spec, machine, shipped()["stream"] if calibrated else None)
+        return planner.searched(workload).best(workload).output_tok_s or 0.0
+
+    assert best("auto") >= 0.95 * max(best(f"{share}%") for share in range(5, 70, 5))
 
 
 def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leave_the_gpu() -> None:
@@ -93,6 +100,18 @@ def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leav
         planner = Planner(case, spec, machines.load("h100-80gb"), shipped()["stream"])
         largest.append(planner.max_batch(workload))
     assert largest[0] < largest[1] >= largest[2]
+
+
+@pytest.mark.parametrize("share", ["40%", "45%", "50%", "55%"])
+def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
+    spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))
+    workload = Workload(batch_size=1, input_len=512, output_len=512)
+    case = Case(model=spec.name, engine="stream", offload="cpu", gpu_weights=share, workload=workload)
+    largest = [
+        Planner(case.model_copy(update={"options": options}), spec, machine, shipped()["stream"]).max_batch(workload)
+        for options in ((), (("kv_offload", "cpu"),), (("kv_offload", "none"),))
+    ]
+    assert largest[0] == max(largest) > 90
 
 
 @pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b"])

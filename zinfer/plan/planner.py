@@ -249,14 +249,15 @@ class Planner:
         if case.offload != "cpu" or not self.placer.transport.leaves_host:
             return self
 
-        def best_rate(other: Planner) -> float:
-            if other.shortages(workload):
-                return 0.0
+        def rate(other: Planner, at: Callable[[Planner, int], set[int]]) -> float:
+            """Return the best rate at some of the batches up to a planner's largest."""
             limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
-            sizes = {min(size, limit), limit}
-            if other.case.gpu_weights == case.gpu_weights:
-                sizes = {other.best_size(workload, rows)}
-            return max((other.rate(_sized(workload, each)) or 0.0 for each in sizes - {0}), default=0.0)
+            if not limit or other.shortages(workload):
+                return 0.0
+            return max(other.rate(_sized(workload, each)) or 0.0 for each in at(other, limit))
+
+        def best_rate(other: Planner) -> float:
+            return rate(other, lambda other, _: {other.best_size(workload, rows)})
 
         others = [self]
         if self.placer.options.experts == "auto" and self._figured(_sized(workload, size)).experts == "on-demand":
@@ -264,8 +265,9 @@ class Planner:
         crowded = not best_rate(self) or self.placer.fills_host(self.tiers(_sized(workload, size)))
         all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
         shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
-        if case.gpu_weights == "auto":
-            others += [other._with(gpu_weights=share) for other in others for share in shares]
+        if case.gpu_weights == "auto" and shares:
+            fixed = (other._with(gpu_weights=share) for other in others for share in shares)
+            others.append(max(fixed, key=lambda each: rate(each, lambda _, limit: {min(size, limit), limit})))
         best = max(others, key=best_rate)
         return best if best_rate(best) > WORTH * best_rate(self) else self
 
@@ -331,7 +333,7 @@ class Planner:
             placement, placer = self.placer.bare(workload), self.placer
             tiers = placer.tiers(placement, workload)
             fine = placer.device_bytes(tiers) <= room
-            if placement.kv_host_share and not fine:  # rows may have come until the GPU was full
+            if placer.options.kv_place == "auto" and not fine:  # rows may have come until the GPU was full
                 cautious = placer.tiers(placement, workload, placer.margin)
                 fine = placer.device_bytes(cautious) <= self.machine.device_bytes
             return fine and placer.host_fits(tiers)

@@ -529,7 +529,7 @@ def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
 def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
     rate: float | None, way: dict[str, str]
 ) -> None:
-    """So it is where no weights come over the link with the cache, and where it is in 8 bits."""
+    """No weights cross the link with it, or it is in 8 bits."""
     machine = linked(55e9).model_copy(update={"attention_bandwidth": rate, "host_bytes": 800 << 30})
     model, offload = BLOOM if way else resolve.resolve("opt-30b"), "cpu" if way else "none"
     workload = Workload(batch_size=400, input_len=512, output_len=32)
@@ -560,7 +560,7 @@ def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float 
 
 
 def test_no_row_is_in_host_memory_while_the_gpu_holds_all_with_the_margin_of_the_engine() -> None:
-    """Small buffers leave less of a margin than the share of the GPU that else stays free."""
+    """Small buffers need less margin than the share that else stays free."""
     machine, model = machines.load("h100-80gb"), resolve.resolve("opt-30b")
     narrow = 0
     for size in range(12, 24):

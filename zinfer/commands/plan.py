@@ -29,7 +29,7 @@ from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.core.units import counted, duration, figures, gb, gib
 from zinfer.job import requests
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, make_sweep, read_toml, sweep_recipe, with_options
-from zinfer.plan.advice import advice, choices, peers
+from zinfer.plan.advice import advice, choices, host_needed, host_unknown, peers
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
@@ -210,8 +210,8 @@ def _remarks(plans: Sequence[Plan], brief: bool) -> Iterator[str]:
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     machine, label = plan.machine, plan.case.label()
-    if ranking.host_unknown(plan):
-        size = ranking.host_needed(plan).rstrip("?").replace(" ", "")
+    if host_unknown(plan):
+        size = host_needed(plan).rstrip("?").replace(" ", "")
         head = f"{machine.name}: its host memory is not known; {label} fits only with {size}"
         yield f"{head} (--host-memory {size} says that it is there)"
     if plan.holds and machine.nvme_bytes is None and plan.nvme.total:
@@ -380,7 +380,7 @@ def _print(group: Group, question: ranking.Question, calibrated: bool) -> None:
         "#USD/Mtok": price,
         "#over the link": lambda plan: gb(plan.streamed_bytes) if plan.streamed_bytes else "",
         "#GPU": lambda plan: gb(plan.gpu.total),
-        "#host": lambda plan: gb(plan.host.total) + "?" * ranking.host_unknown(plan),
+        "#host": lambda plan: gb(plan.host.total) + "?" * host_unknown(plan),
         "#NVMe": lambda plan: gb(plan.nvme.total) if plan.nvme.total else "",
     }
     # no batch fits: one row

@@ -12,11 +12,10 @@ from zinfer.commands.decision import DecisionCriteria
 from zinfer.commands.out import console, say, table_of
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
+from zinfer.plan.advice import host_needed
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
-
-HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 
 
 class Question(NamedTuple):
@@ -195,16 +194,6 @@ def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool
             f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "
             "(`zinfer plan --list machines NAME`); --price MACHINE=USD states yours."
         )
-
-
-def host_unknown(plan: Plan) -> bool:
-    """Tell whether a plan needs host memory of which nothing is known."""
-    return plan.holds and plan.machine.host_bytes is None and plan.host.total > HOST_NEGLIGIBLE
-
-
-def host_needed(plan: Plan) -> str:
-    """Return the host memory of a plan, marked where it is unknown."""
-    return f"{ceil(plan.host.total / TUNING.max_host_share / (1 << 30))} GiB" + "?" * host_unknown(plan)
 
 
 def shortage(plan: Plan) -> str:

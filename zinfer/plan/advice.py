@@ -5,10 +5,12 @@ Offload is judged at each side's own best batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, figures, gb, gib
 from zinfer.plan.bytes import ALLOWANCES
+from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan
 
 
@@ -30,6 +32,7 @@ class Peers:
 
 
 PEERS = Peers()
+HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 
 
 def advice(plans: Sequence[Plan]) -> str:
@@ -130,6 +133,16 @@ def cpu_experts_s(model: ModelSpec, batch_size: int, on_host: float, host_read: 
     touched = routed * model.touched_share(batch_size)
     on_gpu = model.stored_bytes - routed + (1 - on_host) * touched
     return on_host * touched / (PEERS.cpu_experts * host_read) + on_gpu / (PEERS.on_gpu * hbm)
+
+
+def host_unknown(plan: Plan) -> bool:
+    """Tell whether a plan needs host memory of which nothing is known."""
+    return plan.holds and plan.machine.host_bytes is None and plan.host.total > HOST_NEGLIGIBLE
+
+
+def host_needed(plan: Plan) -> str:
+    """Return the host memory of a plan, marked where it is unknown."""
+    return f"{ceil(plan.host.total / TUNING.max_host_share / (1 << 30))} GiB" + "?" * host_unknown(plan)
 
 
 def describe(plan: Plan) -> str:

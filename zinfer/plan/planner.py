@@ -250,7 +250,7 @@ class Planner:
             return self
 
         def rate(other: Planner, at: Callable[[Planner, int], set[int]]) -> float:
-            """Return the best rate at some of the batches up to a planner's largest."""
+            """Return the best rate at some batches up to the largest."""
             limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
             if not limit or other.shortages(workload):
                 return 0.0

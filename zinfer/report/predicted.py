@@ -1,7 +1,8 @@
 """Section on predictions: memory, bottleneck, and other machines.
 
 Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors for each engine, fitted to
-these records. Everything predicted looks so and is named so.
+these records; of other machines, from the calibration that ships, as those of `zinfer plan`. Everything predicted looks
+so and is named so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,9 @@ from zinfer.core.engine import Offload, read_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, gb, gib
-from zinfer.plan.advice import advice
+from zinfer.plan.advice import advice, host_needed
 from zinfer.plan.planner import Plan, Planner
-from zinfer.plan.times import Efficiency
+from zinfer.plan.times import Efficiency, shipped
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Items, Row, Section, Table, Text, section
 from zinfer.report.findings import Findings, WorkloadFindings, shape
@@ -48,7 +49,7 @@ def predictions(findings: Findings) -> Section:
         ]
         for workloads in (findings.main, findings.slices)
     )
-    blocks: list[Block] = [*_measured(main + slices, efficiency), *_elsewhere(main, efficiency)]
+    blocks: list[Block] = [*_measured(main + slices, efficiency), *_elsewhere(main)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(efficiency, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
@@ -87,25 +88,27 @@ def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterato
     yield Table(f"Speed of {what}.", (*_NAMES, *_SPEED), tuple(speed))
 
 
-def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Block]:
-    """Yield the first whole models' predictions on their own and other machines."""
+def _elsewhere(winners: Winners) -> Iterator[Block]:
+    """Yield what `zinfer plan` predicts for the first whole models, also elsewhere."""
     seen: set[str] = set()
     for workload, point, _ in winners:
-        case = point.case.load.model_copy(update={"layers": None, "options": ()})
+        # As `zinfer plan` plans it: no host memory for reading a checkpoint, for it may be elsewhere.
+        plain = {"layers": None, "options": (), "load_format": "dummy", "allow_nan": False}
+        case = point.case.load.model_copy(update=plain)
         spec = shape(case) if len(seen) < ELSEWHERE else None
-        if case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
+        if case.model in seen or case.engine not in shipped() or spec is None or workload.machine is None:
             continue
         seen.add(case.model)
-        places = [workload.machine, *map(load_machine, MACHINES)]
-        ways = [_ways(case, spec, machine, efficiency[case.engine]) for machine in places]
+        ways = [_ways(case, spec, machine) for machine in (workload.machine, *map(load_machine, MACHINES))]
         plans = [max(plans, key=lambda plan: (plan.output_tok_s or 0.0) if plan.holds else -1.0) for plans in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.holds and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
         load = case.workload
         caption = (
             f"{workload.group.model_name}, all {spec.total_layers} layers, {load.input_len} in / {load.output_len} "
-            f"out: predicted. {case.engine} with its factors from these records, with the settings and the batch that "
-            "are fastest on each machine, lossy ones left out. No record: none is of this kind (weights, experts, GPU)."
+            f"out: {case.engine} as `zinfer plan --machine all --calibrate` predicts it, with the settings and the "
+            "batch that are fastest on each machine, lossy ones left out. No record: none that ships is of this kind "
+            "(weights, experts, GPU)."
         )
         yield Table(caption, _MACHINE_COLUMNS, tuple(_machine_row(plan, first) for plan in plans))
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
@@ -114,12 +117,12 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
         yield Items(tuple(lines))
 
 
-def _ways(case: Case, spec: ModelSpec, machine: Machine, efficiency: Efficiency) -> list[Plan]:
+def _ways(case: Case, spec: ModelSpec, machine: Machine) -> list[Plan]:
     """Return the best plan of each offload, as `zinfer plan` finds it."""
     budget = "auto" if read_options(case.engine, ()).transport().shares_memory else None
-    places: tuple[tuple[Offload, str | None], ...] = (("cpu", budget), ("none", None))
+    places: tuple[tuple[Offload, str | None], ...] = (("none", None), ("cpu", budget))
     cases = (case.model_copy(update={"offload": offload, "gpu_weights": share}) for offload, share in places)
-    planners = (Planner(each, spec, machine, efficiency).searched(case.workload) for each in cases)
+    planners = (Planner(each, spec, machine, shipped()[case.engine]).searched(case.workload) for each in cases)
     return [planner.best(case.workload) for planner in planners]
 
 
@@ -127,9 +130,9 @@ def _machine_row(plan: Plan, base: float | None) -> Row:
     link, speed = plan.machine.h2d_bandwidth, plan.output_tok_s
     cells = (plan.machine.name, f"{gb(link)}/s" if link else "unknown")
     if not plan.holds:
-        return Row((*cells, "does not fit", "", gb(plan.host.total), *[""] * 6), "predicted")
+        return Row((*cells, "does not fit", "", host_needed(plan), *[""] * 6), "predicted")
     return Row((
-        *cells, plan.case.label(), str(plan.case.workload.batch_size), gb(plan.host.total),
+        *cells, plan.case.label(), str(plan.case.workload.batch_size), host_needed(plan),
         duration(plan.prefill_s) if plan.prefill_s else "unknown", duration(plan.step_s) if plan.step_s else "unknown",
         plan.bound_by or "", rated(speed) if speed else "unknown",
         f"± {plan.error:.0%}" if plan.error else "no record",

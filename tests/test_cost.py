@@ -529,7 +529,7 @@ def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
 def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
     rate: float | None, way: dict[str, str]
 ) -> None:
-    """No weights cross the link with it, or it is in 8 bits."""
+    """It comes without weights, or in 8 bits."""
     machine = linked(55e9).model_copy(update={"attention_bandwidth": rate, "host_bytes": 800 << 30})
     model, offload = BLOOM if way else resolve.resolve("opt-30b"), "cpu" if way else "none"
     workload = Workload(batch_size=400, input_len=512, output_len=32)

@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import mentions
+from tests.results import case, point
 from zinfer.cli import cli
 from zinfer.core.engine import OptionError
 from zinfer.core.machine import catalogue_names
+from zinfer.record.store import Store
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")
@@ -105,6 +107,40 @@ def test_numbers_before_auto_are_planned_too() -> None:
     (best,) = rows(*words)
     batches = [row["case"]["workload"]["batch_size"] for row in rows(*words, "--batch-size", "1,64,auto")]
     assert batches == [1, 64, best["case"]["workload"]["batch_size"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "named"),
+    [
+        ({}, {}, True),
+        ({}, {"step_s": 30.0}, False),  # slower
+        ({"engine": "stream"}, {}, False),  # whose own records the plan predicts
+        ({"output_len": 64}, {}, False),  # other work
+        ({"layers": 3}, {}, False),
+        ({"model": "bloom-7b1"}, {}, False),
+        ({}, {"machine": "another"}, False),
+        ({}, {"status": "crashed"}, False),
+    ],
+)
+def test_a_server_that_a_record_shows_to_be_faster_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], settings: dict[str, Any], named: bool
+) -> None:
+    folder = tmp_path / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
+    folder.mkdir(parents=True)
+    (folder / "machine.json").write_bytes((Path(H100) / "machine.json").read_bytes())
+    asked = case(8, **{"engine": "llama-server", "model": "bloom-176b", "layers": None, **fields})
+    made: dict[str, Any] = {
+        "step_s": 0.2,
+        "machine": "nvidia-h100-80gb-hbm3",
+        "command": "llama-server",
+        "started_at": "2026-11-01",
+    }
+    with Store.open(folder / "servers.jsonl") as store:
+        store.append(point(asked, **made | settings))
+    monkeypatch.chdir(tmp_path)
+    words = plan("-m bloom-176b --machine h100-80gb --offload cpu")
+    assert mentions(words, "llama-server cpu, batch 8", "nvidia-h100-80gb-hbm3", "2026-11-01") is named
+    assert ("server" in words) is named
 
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:

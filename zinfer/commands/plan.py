@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from zinfer.analysis import calibrate
+from zinfer.analysis import calibrate, rates
 from zinfer.analysis.economics import parse_count
 from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.routing import routing_of
@@ -34,7 +34,7 @@ from zinfer.plan.bytes import Sizes
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
 from zinfer.record import study
-from zinfer.record.measurement import latest
+from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import Records, read
 from zinfer.system import local
 from zinfer.system.machines import load as load_machine
@@ -140,7 +140,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         for group in groups if not several else ():
             _print(group, question, bool(efficiencies))
             decided = [] if group.answer is None else decision.lines(group.answer, "plan")
-            lines = [*choices(group.plans), *peers(group.plans), *_experts(group.plans)]
+            lines = [*choices(group.plans), *records.servers(group), *peers(group.plans), *_experts(group.plans)]
             lines += [*map(records.describe, group.plans), *decided, question.describe(group.plan)]
             for line in filter(None, [advice(group.plans), *lines, question.assumption(group.machine)]):
                 say(line)
@@ -413,6 +413,10 @@ class _Records:
         folders = (folder for folder in dict.fromkeys(self._folders) if folder.is_dir())
         return [run for folder in folders for run in study.read(folder, "routing").runs]
 
+    @cached_property
+    def _machines(self) -> Mapping[str, Machine]:
+        return calibrate.load_machines(self._folders[-1])
+
     def routed(self, spec: ModelSpec) -> ModelSpec:
         """Return a model with its routing, if that was recorded."""
         if spec.num_experts < 2:
@@ -435,6 +439,28 @@ class _Records:
         right, checked = self._accepted(plan)
         measured = f"measured: {right:,} of {checked:,} drafts in the records"
         return measured if self._stated is None else "stated, not measured"
+
+    def servers(self, group: Group) -> Iterator[str]:
+        """Yield a sentence on a server that a record shows to be faster."""
+        workload, machine = group.plan.case.workload, group.machine
+
+        def alike(point: Measurement) -> bool:
+            """Tell whether a point is of this work, on such a machine."""
+            load, there = point.case.workload, self._machines.get(point.machine)
+            gpus = there is not None and (there.gpu_name, there.gpu_count) == (machine.gpu_name, machine.gpu_count)
+            same = (load.input_len, load.output_len) == (workload.input_len, workload.output_len)
+            same = same and (gpus or point.machine == machine.name)
+            return same and is_server(point.case.engine) and point.case.layers == group.plan.case.layers
+
+        points = self._points(group.plan.case.model, "command").points  # which only servers have
+        fastest = rates.winner([point for point in latest(points) if alike(point)])
+        ours = max((plan.expected_tok_s or 0.0 for plan in group.plans if plan.holds), default=0.0)
+        if fastest is not None and (fastest.output_tok_s or 0.0) > ours:
+            yield (
+                f"A server of others is faster: {fastest.case.label()}, batch {fastest.case.workload.batch_size}, made "
+                f"{rates.rate_text(fastest)} tok/s ({fastest.machine}, {fastest.started_at[:10]}: `zinfer best`); "
+                f"{figures(ours)} are predicted of zinfer."
+            )
 
     def describe(self, plan: Plan) -> str:
         """Return what a plan's drafts gain, in a sentence; nothing without drafts."""

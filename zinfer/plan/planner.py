@@ -98,6 +98,11 @@ class Plan(Frozen):
         """Seconds of prefill and of a step for each further token."""
         return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
 
+    @property
+    def expected_tok_s(self) -> float | None:
+        """Output tokens a second that its engine makes; None if unknown."""
+        return _tok_s(self.case.workload, _e2e_s(self.case.workload, *self.expected()))
+
     def expected(self) -> tuple[float | None, float | None]:
         """Return the seconds of prefill and step that its engine takes; None if unknown."""
         if self.efficiency is not None:

@@ -126,6 +126,30 @@ def test_the_largest_batch_is_the_largest_that_fits() -> None:
     assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > TUNING.max_device_share * BIG.gpu_bytes
 
 
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [
+        ({}, ["auto", "40%"]),  # so that `zinfer best` is no slower than `zinfer plan`
+        ({"batch_size": "1,auto"}, ["auto", "40%"]),
+        ({"batch_size": (1, 8)}, ["auto"]),
+        ({"gpu_weights": ("auto",)}, ["auto"]),
+        ({"gpu_weights": ("25%",)}, ["25%"]),
+        ({"model": ("opt-30b",)}, ["auto"]),
+        ({"engine": ("accelerate",)}, [None]),
+    ],
+)
+def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(
+    asked: dict[str, Any], shares: list[str | None]
+) -> None:
+    machine = machines.load("sweeps/results/nvidia-h200")
+    sweep = Sweep.model_validate({"model": ("bloom-176b",), "offload": ("cpu",), "output_len": (256,)} | asked)
+    jobs = prepare(sweep, machine, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
+    assert [job.planner.case.gpu_weights for job in jobs] == shares
+    assert [job.planner.case for job in jobs] == [case for job in jobs for case in job.cases]
+    best = [job.planner.best(job.planner.case.workload).expected_tok_s or 0.0 for job in jobs]
+    assert best[0] <= best[-1]
+
+
 def test_a_sweep_plans_every_workload_once_in_a_process(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -441,7 +441,7 @@ class _Records:
         return measured if self._stated is None else "stated, not measured"
 
     def servers(self, group: Group) -> Iterator[str]:
-        """Yield a sentence on a server that a record shows to be faster."""
+        """Yield a sentence on a server that is faster by a record."""
         workload, machine = group.plan.case.workload, group.machine
 
         def alike(point: Measurement) -> bool:

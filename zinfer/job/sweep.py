@@ -27,6 +27,7 @@ from zinfer.job.requests import RequestSet
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.times import shipped
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
@@ -99,17 +100,29 @@ def prepare(
 
         lengths_planned = [*sweep.lengths(), *(request_set.mean_lengths for request_set in requests)]
         longest_case = load.case(source.load_format, source.spec.dtype, *max(lengths_planned, key=sum))
-        planner = Planner(longest_case, source.spec, machine, nvme_path=nvme_path)
-        if not planner.plan.fits:  # a share that stays on the GPU alone may leave what fits host memory
-            planner = planner.searched(longest_case.workload)
-            load = load.model_copy(update={"gpu_weights": planner.case.gpu_weights})
-
-        def case(lengths: tuple[int, int], load: SweepLoad = load, source: Source = source) -> Case:
-            return load.case(source.load_format, source.spec.dtype, *lengths)
-
-        keys = tuple((RequestKey(case((1, 1)), request_set.load), request_set) for request_set in requests)
-        jobs.append(LoadJob(planner, tuple(map(case, sweep.lengths())), target, source.revision, keys))
+        for chosen in _chosen(sweep, Planner(longest_case, source.spec, machine, nvme_path=nvme_path)):
+            settings = {"gpu_weights": chosen.case.gpu_weights, "options": chosen.case.options}
+            case = partial(load.model_copy(update=settings).case, source.load_format, source.spec.dtype)
+            keys = tuple((RequestKey(case(1, 1), request_set.load), request_set) for request_set in requests)
+            cases = tuple(case(*lengths) for lengths in sweep.lengths())
+            jobs.append(LoadJob(chosen, cases, target, source.revision, keys))
     return jobs
+
+
+def _chosen(sweep: Sweep, planner: Planner) -> Iterator[Planner]:
+    """Yield the planners of a load: its own if it fits, and a faster one.
+
+    The latter has a fixed share of layers that stay, which may leave what fits host memory. It is measured as well
+    where neither shares nor batches were asked for, as a measurement decides.
+    """
+    case, fits = planner.case, planner.plan.fits
+    if fits:
+        yield planner
+    if not fits or (case.gpu_weights == "auto" and sweep.gpu_weights == (None,) and isinstance(sweep.batch_size, str)):
+        efficiency = shipped().get(case.engine)
+        faster = Planner(case, planner.model, planner.machine, efficiency).searched(case.workload).case
+        if not fits or faster != case:
+            yield Planner(faster, planner.model, planner.machine, nvme_path=planner.nvme_path)
 
 
 def recipe_of(sweep: Sweep) -> dict[str, Any]:

@@ -355,6 +355,30 @@ def test_prompts_give_hours_and_usd() -> None:
         assert "is assumed" not in alone
 
 
+def test_a_deadline_gives_the_number_of_machines() -> None:
+    words = ("-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k", "--deadline", "30min")
+    for row, cells in zip(rows(*words), ranked(*words), strict=True):
+        batches = int(1800 / row["e2e_s"])  # that a machine ends in time; 63 are needed
+        assert (row["machines_for_deadline"] - 1) * batches < 63 <= row["machines_for_deadline"] * batches
+        assert cells[12] == str(row["machines_for_deadline"])
+        alone = plan(*words, "--machine", row["machine"]["name"])
+        assert f"to end within 30 min 00 s it takes {row['machines_for_deadline']} machine" in alone
+    assert "no number of machines is enough" in plan(*words[:1], "--machine", "l40s", "--deadline", "1s")
+    assert invoke("-m opt-30b --deadline 1h").exit_code == 2
+
+
+def test_machines_on_which_a_model_fits_are_named() -> None:
+    done = invoke("-m opt-66b --machine t4 --offload none")
+    (hint,) = (line for line in done.stderr.splitlines() if "it fits on" in line)
+    assert mentions(hint, "h200", "mi300x", "--machine all")
+    assert not mentions(hint, "h100-80gb")
+    done = invoke("-m deepseek-v3 --machine dgx-spark")
+    (hint,) = (line for line in done.stderr.splitlines() if "it fits" in line)
+    assert re.search(r"it fits if the host has its memory, on .*h200", hint)
+    assert not re.search(r"\bgh200", hint), "its memory is known, and less"
+    assert "no machine of the catalogue" in invoke("-m deepseek-v3 --machine t4 --offload none").stderr
+
+
 def test_what_has_no_answer_is_told_once() -> None:
     done = invoke("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")

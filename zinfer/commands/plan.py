@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from zinfer.analysis import calibrate, rates
-from zinfer.analysis.economics import parse_count
+from zinfer.analysis.economics import parse_count, parse_seconds
 from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint.resolve import resolve
@@ -46,7 +46,7 @@ DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"
 UNSET = dict.fromkeys(("weight_codec", "kv_offload", "kv_cache_dtype", "experts"), "auto")
 SCENARIOS = UNSET | {"draft": "none", "gpus": 1}
 # options that are not of the recipe
-ASKED = ("settings", "host_memory", "acceptance", "levels", "objective", "stated", "prompts", "as_json")
+ASKED = ("settings", "host_memory", "acceptance", "levels", "objective", "stated", "prompts", "deadline", "as_json")
 PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine, or "" for all, and a value
 
 
@@ -101,6 +101,7 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
     multiple=True,
 )
 @option("--prompts", str, "Prompts to answer, as 100k: the hours and USD on one machine.", metavar="NUMBER")
+@option("--deadline", str, "Time in which --prompts are due, as 8h: the number of machines.", metavar="TIME")
 @option("--json as_json", bool, "Print JSON.")
 def command(recipe: str | None, listed: str | None, calibrate: Path | None, **given: Any) -> None:
     """Predict memory, speed and the best batch, and whether to stream.
@@ -127,7 +128,10 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     machines, efficiencies = _machines(sweep, how["settings"], how["host_memory"]), _efficiencies(calibrate)
     prices = _by_machine("--price", how["stated"], machines)
     count = None if prompts is None else parse_count(prompts)
-    question = ranking.Question(machines, prices, count, how["levels"], how["objective"])
+    if how["deadline"] is not None and count is None:
+        raise click.UsageError("--deadline is that of --prompts: say how many")
+    deadline = None if how["deadline"] is None else parse_seconds(how["deadline"])
+    question = ranking.Question(machines, prices, count, how["levels"], how["objective"], deadline)
     if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
     records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
@@ -155,7 +159,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     for remark in dict.fromkeys(_remarks(plans, brief=several)):
         say(remark, err=True)
     if not any(plan.holds for plan in plans):
-        say(f"`zinfer plan --model {plans[0].case.model} --machine all` names the machines on which it fits", err=True)
+        say(_elsewhere(plans), err=True)
         raise SystemExit(NOTHING)
     answers = [group.answer for group in groups if group.answer is not None]
     if answers and all(answer.point is None for answer in answers):
@@ -206,6 +210,21 @@ def _remarks(plans: Sequence[Plan], brief: bool) -> Iterator[str]:
         yield from _assumptions(plan)
     for name in sorted({key for plan in plans for key in _hypothetical(plan)}):
         yield f"{name} is a what-if: no engine of zinfer runs it so"
+
+
+def _elsewhere(plans: Sequence[Plan]) -> str:
+    """Return a sentence on machines on which one of `plans` fits."""
+    loads = {plan.case.load: plan.model for plan in plans}
+    known, unknown = list[str](), list[str]()
+    for machine in map(load_machine, catalogue_names()):
+        fitting = [one for one in (Planner(*load, machine).plan for load in loads.items()) if one.holds]
+        if fitting:
+            (unknown if all(map(host_unknown, fitting)) else known).append(machine.name)
+    names = f"on {', '.join(known)}; " * bool(known)
+    names += f"if the host has its memory, on {', '.join(unknown)}; " * bool(unknown)
+    model = plans[0].case.model
+    ranked = f"`zinfer plan --model {model} --machine all` ranks them"
+    return f"it fits {names}{ranked}" if names else f"{model} fits on no machine of the catalogue"
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
@@ -483,7 +502,7 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
         model, placement = plan.model, plan.placement
         drafts = 0 if plan.drafting is None else plan.drafting.drafts
         tokens = plan.case.workload.batch_size * (1 + drafts)  # of a step
-        if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host":
+        if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host" or not plan.holds:
             continue
         label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
         if placement.experts == "all":

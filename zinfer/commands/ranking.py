@@ -26,6 +26,7 @@ class Question(NamedTuple):
     prompts: int | None
     levels: tuple[str, ...]
     asked: Objective | None
+    deadline: float | None = None  # seconds for the prompts
 
     @property
     def objective(self) -> Objective:
@@ -69,7 +70,20 @@ class Question(NamedTuple):
         gpus = f"{plan.placement.gpus} GPUs of " * (plan.placement.gpus > 1)
         paid = ", of no known price" if run[1] is None else f" for {figures(run[1])} USD"
         batch = f"at batch {plan.case.workload.batch_size}"
-        return f"{self.prompts:,} prompts take {figures(run[0])} h on {gpus}{plan.machine.name}{paid}, {batch}."
+        due = ""
+        if self.deadline is not None:
+            needed = self.needed(plan)
+            number = "no number of machines is enough" if needed is None else f"it takes {counted(needed, 'machine')}"
+            due = f"; to end within {duration(self.deadline)} {number}"
+        return f"{self.prompts:,} prompts take {figures(run[0])} h on {gpus}{plan.machine.name}{paid}, {batch}{due}."
+
+    def needed(self, plan: Plan) -> int | None:
+        """Return the number of machines that answer all prompts in time; None if none do, or unknown."""
+        if self.prompts is None or self.deadline is None or not plan.e2e_s:
+            return None
+        batches = ceil(self.prompts / plan.case.workload.batch_size)
+        each = int(self.deadline / plan.e2e_s)
+        return ceil(batches / each) if each else None
 
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
@@ -98,6 +112,7 @@ class Question(NamedTuple):
             "usd_per_mtok": self.usd_per_mtok(plan),
             "prompts_hours": hours,
             "prompts_usd": usd,
+            "machines_for_deadline": self.needed(plan),
             "levels": [{"level": check.sla.describe(), "predicted": check.actual, "ok": check.ok} for check in checks],
         }
 
@@ -176,6 +191,7 @@ def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool
         "levels": lambda group: _levels(group) * group.plan.holds,
         "#all prompts": of(lambda plan: (question.run(plan) or (None,))[0], lambda hours: f"{figures(hours)} h"),
         "#USD": of(lambda plan: (question.run(plan) or (None, None))[1]),
+        "#machines": of(question.needed, "{:,}".format),
     }
     by = {"cost": "USD a token", "latency": "TPOT"}.get(question.objective, "tok/s")
     kind = "predicted" if calibrated else "physical limits"

@@ -261,6 +261,9 @@ class Planner:
                 return 0.0
             return max(other.rate(_sized(workload, each)) or 0.0 for each in at(other, limit))
 
+        def ends(_: Planner, limit: int) -> set[int]:
+            return {min(size, limit), limit}
+
         def best_rate(other: Planner) -> float:
             return rate(other, lambda other, _: {other.best_size(workload, rows)})
 
@@ -271,8 +274,10 @@ class Planner:
         all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
         shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
         if case.gpu_weights == "auto" and shares:
-            fixed = (other._with(gpu_weights=share) for other in others for share in shares)
-            others.append(max(fixed, key=lambda each: rate(each, lambda _, limit: {min(size, limit), limit})))
+            others += [
+                max((other._with(gpu_weights=share) for share in shares), key=lambda each: rate(each, ends))
+                for other in others
+            ]
         best = max(others, key=best_rate)
         return best if best_rate(best) > WORTH * best_rate(self) else self
 

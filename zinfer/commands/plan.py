@@ -144,7 +144,12 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         for group in groups if not several else ():
             _print(group, question, bool(efficiencies))
             decided = [] if group.answer is None else decision.lines(group.answer, "plan")
-            lines = [*choices(group.plans), *records.servers(group), *peers(group.plans), *_experts(group.plans)]
+            lines = [
+                *choices(group.plans),
+                *records.servers(group),
+                *peers(group.plans, group.single),
+                *_experts(group.plans),
+            ]
             lines += [*map(records.describe, group.plans), *decided, question.describe(group.plan)]
             for line in filter(None, [advice(group.plans), *lines, question.assumption(group.machine)]):
                 say(line)
@@ -311,7 +316,9 @@ def _groups(
         criteria = question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        yield Group(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer)
+        one = planners.values() if len(machines) == 1 else ()
+        single = [planner.searched(planner.case.workload, 1).plan for planner in one]
+        yield Group(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:

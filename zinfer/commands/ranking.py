@@ -135,6 +135,7 @@ class Group(NamedTuple):
     machine: Machine
     plans: list[Plan]
     answer: Decision | None
+    single: Sequence[Plan] = ()  # plans for one reader
 
     @property
     def plan(self) -> Plan:

@@ -66,14 +66,18 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
             yield f"{plan.case.label()}, batch {rows}: {'; '.join(filter(None, (kept, cache)))}."
 
 
-def peers(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a sentence on each engine that would be faster than `plans`."""
+def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
+    """Yield a sentence on each engine that would be faster than `plans`.
+
+    `single` ones are for one reader.
+    """
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     best = max(able, key=_rate, default=None)
     if best is None or not best.streamed_bytes:
         return
     yield from _tensor_parallel(best)
-    small = [plan for plan in able if plan.streamed_bytes and plan.case.workload.batch_size <= PEERS.cpu_batch]
+    streaming = [plan for plan in (*able, *single) if plan.streamed_bytes]
+    small = [plan for plan in streaming if plan.case.workload.batch_size <= PEERS.cpu_batch]
     one = best.case.with_batch(1).workload
     yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
 

@@ -108,8 +108,9 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shard | None, **given: Any) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
-    With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory, engine
-    stream and the one to compare it with, batch 1, 8 and more until that gains nothing. With --requests or
+    With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory (with the
+    share on the GPU that is predicted to be fastest), engine stream and the one to compare it with, batch 1, 8 and
+    more until that gains nothing. With --requests or
     --request-lengths it measures loads of requests instead; with --batch-size, both.
 
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its

@@ -52,6 +52,15 @@ def test_the_clock_goes_on_after_a_finished_stage(clock: Time, monkeypatch: pyte
         assert remaining in text
 
 
+def test_a_point_is_printed_with_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = results.point(results.case(8), predicted={"ttft_ms": 1234.0, "step_ms": 1310.0, "host_bytes": 1e9})
+    watch = Watch()
+    for point in (measured, measured.model_copy(update={"predicted": {}})):
+        watch.point(point, resumed=False)
+    planned, bare = capsys.readouterr().err.splitlines()
+    assert planned.removeprefix(bare).split() == ["(planned", "1.23", "s,", "1.31", "s)"]
+
+
 def test_a_stage_tells_the_time_it_has_left(clock: Time) -> None:
     watch = Watch(clock)
     watch.progress("loading weights", 0.0)

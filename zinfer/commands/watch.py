@@ -133,6 +133,8 @@ class Watch:
             times = f"TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
             tail = "" if point.status == "ok" else f"{point.status}: "
             tail += f"{point.output_tok_s:10.2f} tok/s  {times}{self._link(point.link_share)}"
+            planned = [milliseconds for key in ("ttft_ms", "step_ms") if (milliseconds := point.predicted.get(key))]
+            tail += f"  (planned {', '.join(duration(each / 1e3) for each in planned)})" * bool(planned)
         elif point.error:
             tail += f" ({point.error})"
         lengths = f"{workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"

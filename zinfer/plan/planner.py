@@ -254,18 +254,15 @@ class Planner:
         if case.offload != "cpu" or not self.placer.transport.leaves_host:
             return self
 
-        def rate(other: Planner, at: Callable[[Planner, int], set[int]]) -> float:
-            """Return the best rate at some batches up to the largest."""
+        def rate(other: Planner, *sizes: int) -> float:
+            """Return the best rate at `sizes`, larger ones cut to what fits."""
             limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
             if not limit or other.shortages(workload):
                 return 0.0
-            return max(other.rate(_sized(workload, each)) or 0.0 for each in at(other, limit))
-
-        def ends(_: Planner, limit: int) -> set[int]:
-            return {min(size, limit), limit}
+            return max(other.rate(_sized(workload, min(each, limit))) or 0.0 for each in sizes)
 
         def best_rate(other: Planner) -> float:
-            return rate(other, lambda other, _: {other.best_size(workload, rows)})
+            return rate(other, other.best_size(workload, rows))
 
         others = [self]
         if self.placer.options.experts == "auto" and self._figured(_sized(workload, size)).experts == "on-demand":
@@ -274,10 +271,9 @@ class Planner:
         all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
         shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
         if case.gpu_weights == "auto" and shares:
-            others += [
-                max((other._with(gpu_weights=share) for share in shares), key=lambda each: rate(each, ends))
-                for other in others
-            ]
+            ends = size, search.LARGEST_BATCH
+            fixed = [[other._with(gpu_weights=share) for share in shares] for other in others]
+            others += [max(each, key=lambda planner: rate(planner, *ends)) for each in fixed]
         best = max(others, key=best_rate)
         return best if best_rate(best) > WORTH * best_rate(self) else self
 

@@ -246,9 +246,9 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
     gate = threading.Event()
 
     class Slow(ServedRows):
-        def load(self, plan: Any) -> None:
+        def load(self, plan: Any, early: bool = False) -> None:
             gate.wait(60)
-            super().load(plan)
+            super().load(plan, early)
 
     with serving(PLAN, lambda: Slow(refused="oom_gpu"), ready=False) as server:
         server.wait(lambda: server.dispatcher._driver._worker is not None)

@@ -90,7 +90,7 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def load(self, _plan: object) -> None:
+    def load(self, _plan: object, _early: bool = False) -> None:
         """Load nothing."""
 
     def kill(self) -> None:

@@ -91,7 +91,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
             watch.message(ends)
         try:
             with Driver(watch.workers(job.target, how["timeout_s"], debug), watch.loading) as driver:
-                driver.load(plan)
+                driver.load(plan, early=True)
                 if dialogue is not None:
                     watch.quiet()
                     room = largest_load(planner, [(length, output_len)], 1)

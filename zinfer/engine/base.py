@@ -19,6 +19,7 @@ from zinfer.core.engine import EngineOptions, parse_options
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
+from zinfer.engine.late import Late
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.system.host import peak_bytes
@@ -52,9 +53,11 @@ class Work(NamedTuple, Generic[B]):
 
 
 class Engine(ABC, Generic[B]):
-    """Model ready to run. Constructed means loaded: the constructor raises every error of loading."""
+    """Model ready to run. Constructed means loaded: the constructor raises every error of loading. Only an engine that
+    `begin` returns may raise them later, in `finish_loading` and in passes."""
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
+    late: Late[Any] | None = None  # load that a thread goes on with, or did until `finish_loading`
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
 
     @property
@@ -86,9 +89,20 @@ class Engine(ABC, Generic[B]):
         self._plan, self.planner = plan, plan.planner()
 
     @classmethod
-    def start(cls, plan: Plan, progress: Progress = silent) -> "Engine":
-        """Load the engine that `plan` describes, on several GPUs that of `several`."""
-        return (cls if plan.placement.gpus == 1 or not cls.several else load(cls.several))(plan, progress)
+    def start(cls, plan: Plan, progress: Progress = silent, early: bool = False) -> "Engine":
+        """Load the engine that `plan` describes, on several GPUs that of `several`. With `early` an engine that can is
+        returned before all is loaded (`finish_loading`)."""
+        if plan.placement.gpus > 1 and cls.several:
+            return load(cls.several)(plan, progress)
+        return cls.begin(plan, progress) if early else cls(plan, progress)
+
+    @classmethod
+    def begin(cls, plan: Plan, progress: Progress = silent) -> "Engine":
+        """Load what the first pass needs first, or all of it."""
+        return cls(plan, progress)
+
+    def finish_loading(self) -> None:
+        """Wait until all weights are loaded; the first pass ends with this. Raises every error of loading."""
 
     @classmethod
     def unable(cls) -> str | None:

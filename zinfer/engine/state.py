@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -144,6 +145,17 @@ class ModelState:
             entries[names[0]] = Entry(names, places, tensors[0], layers.pop() if len(layers) == 1 else None)
         return entries
 
+    def apart(self) -> "ModelState":
+        """Return a state with a model of its own, to load from. Conversion puts tensors into the model for
+        a moment, which must not be the one that computes."""
+        state = copy(self)
+        state.model = deepcopy(self.model)
+        state.stack, state.layers = decoder_layers(state.model)
+        vars(state).pop("entries", None)
+        if self._checkpoint is not None:
+            state._checkpoint = self._checkpoint.of(state)
+        return state
+
     def _layer_of(self, name: str) -> int | None:
         prefix = f"{self.stack}."
         return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
@@ -267,11 +279,7 @@ class _Stored:
         sources = self._sources()
         self._untie(sources)
         self._names = {name: entry for entry in state.entries.values() for name in entry.names}
-        self._slots = [
-            (module, leaf, _table(module, leaf)[leaf], entry.name)
-            for entry in state.entries.values()
-            for module, leaf in entry.places
-        ]
+        self._slots = _slots_of(state)
         groups: dict[int, list[str]] = defaultdict(list)
         for target, stored in sources.items():
             layer = self._names[target].layer
@@ -423,6 +431,12 @@ class _Stored:
         if missing:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
+    def of(self, state: ModelState) -> "_Stored":
+        """Return the same checkpoint, converted in the model of `state`."""
+        stored = copy(self)
+        stored._state, stored._slots = state, _slots_of(state)
+        return stored
+
     def notes(self) -> Iterator[str]:
         """Yield lines for the user on what is not read."""
         if self.left_out:
@@ -505,6 +519,15 @@ class _Stored:
             reason = " ".join(str(trouble[0]).split())[:300]
             raise CheckpointError(f"{self._directory} does not fit a {spec.architecture} model: {reason}")
         yield from made.items()
+
+
+def _slots_of(state: ModelState) -> list[tuple[nn.Module, str, Tensor | None, str]]:
+    """Return the places of all entries: module, name, tensor, and name of the entry."""
+    return [
+        (module, leaf, _table(module, leaf)[leaf], entry.name)
+        for entry in state.entries.values()
+        for module, leaf in entry.places
+    ]
 
 
 def _row_order(

@@ -13,7 +13,7 @@ from typing import Self
 from zinfer.job.signals import Signals
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Status
-from zinfer.worker.process import Client, WorkerDied, WorkerError
+from zinfer.worker.process import Client, LoadFailed, WorkerDied, WorkerError
 
 MANY = 16  # rows of a failed batch above which a quarter of them is tried next, not half
 FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of no use after them
@@ -38,15 +38,16 @@ class Driver:
             self._worker = self.make_worker()
         return self._worker
 
-    def load(self, plan: Plan) -> None:
-        """Load `plan`'s engine, unless one is loaded. Raises TaskFailed, WorkerDied, and ends the worker then."""
+    def load(self, plan: Plan, early: bool = False) -> None:
+        """Load `plan`'s engine, unless one is loaded. With `early` batches may begin before all is loaded. Raises
+        LoadFailed, WorkerDied, and ends the worker then."""
         if self.loaded:
             return
         self.on_loading(plan)
         worker = self.start()
         try:
             with self._interruptible():
-                worker.load(plan)
+                worker.load(plan, early)
         except WorkerError:
             self.end()
             raise
@@ -54,12 +55,12 @@ class Driver:
 
     @contextmanager
     def lend(self) -> Iterator[Client]:
-        """Lend the loaded worker, in whose calls signals are raised. A worker that dies is ended."""
+        """Lend the loaded worker, in whose calls signals are raised. It is ended if it dies, or its load fails."""
         assert self._worker is not None
         try:
             with self._interruptible():
                 yield self._worker
-        except WorkerDied:
+        except (WorkerDied, LoadFailed):
             self.end()
             raise
 

@@ -28,6 +28,7 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
         positions=session.scheduler.schedule.limits.positions,
         cannot_score=session.engine.cannot_score(),
         cannot_reuse=session.scheduler.cannot_reuse,
+        loading=session.unfinished is not None,
     )
 
 
@@ -40,6 +41,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     answer_s = ANSWER_S if command.answer_s is None else command.answer_s
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
+    unfinished = session.unfinished
     try:
         running.drop(command.drop)
         running.add(command.requests)
@@ -49,6 +51,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
             if any(sequence.ended for sequence in changed) or time.monotonic() - began > answer_s:
                 break
         seconds = time.monotonic() - began
+        session.finish_loading(wait=False)  # a pass ends with the load: no token of unchecked weights
         if not running.running:
             running.release()
     except BaseException:
@@ -62,6 +65,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         running=len(schedule.running),
         waiting=len(schedule.waiting),
         kept_bytes=running.prefixes.held,
+        loaded=session.facts if unfinished and not session.unfinished else None,
         **counts,
     )
 

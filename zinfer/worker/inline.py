@@ -29,7 +29,7 @@ class InlineWorker(Client):
         super().__init__(engine if isinstance(engine, str) else "", **settings)
         functions: dict[str, Function] = {}
         if not isinstance(engine, str):
-            functions["load"] = partial(load, find=lambda _target: engine)
+            functions["load"] = partial(load, find=lambda _target, _early: engine)
         functions |= {NAMES[command]: function for command, function in (instead or {}).items()}
         self.session = Session(self._on_progress, functions)
         self._owns_engine = True

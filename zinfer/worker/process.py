@@ -35,7 +35,7 @@ from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.worker import tasks
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import Answer, Command, Facts, Load, Measure
+from zinfer.worker.tasks import Answer, BatchStepped, Command, Facts, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -75,6 +75,10 @@ class TaskFailed(WorkerError):
     """Task that failed in a worker that goes on living."""
 
 
+class LoadFailed(TaskFailed):
+    """Load that failed, perhaps in a pass that began before its end."""
+
+
 class WorkerDied(WorkerError):
     """Worker that ended, or was ended, without an answer."""
 
@@ -103,14 +107,23 @@ class Client(ABC):
         answer = self._exchange({"task": name, "request": command.model_dump(mode="json")})
         if "failure" in answer:
             failure = TaskFailure.model_validate(answer["failure"])
-            raise TaskFailed(failure.status, failure.error, failure.exit_code)
+            kind = LoadFailed if failure.stage == tasks.NAMES[Load] else TaskFailed
+            raise kind(failure.status, failure.error, failure.exit_code)
         validated: Answer = tasks.TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
+        if isinstance(validated, BatchStepped) and validated.loaded is not None:
+            self._loaded(validated.loaded)
         return validated
 
-    def load(self, plan: Plan) -> None:
-        """Load `plan`'s engine. Raises TaskFailed, WorkerDied."""
-        self.facts = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
-        self._on_loaded(self.facts.load_bytes or 0, self.facts.load_s or 0.0)
+    def load(self, plan: Plan, early: bool = False) -> None:
+        """Load `plan`'s engine; with `early` it may answer before all is loaded. Raises LoadFailed, WorkerDied."""
+        facts = self.ask(Load(target=self._target, plan=plan, revision=self._revision, early=early))
+        self.facts = facts
+        if facts.load_s is not None:
+            self._loaded(facts)
+
+    def _loaded(self, facts: Facts) -> None:
+        self.facts = facts
+        self._on_loaded(facts.load_bytes or 0, facts.load_s or 0.0)
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine. A failure is a Measurement with its status."""

@@ -27,8 +27,8 @@ class Server:
         self._answers = answers
         self._lock = threading.Lock()
         self._sent_at, self._stage = 0.0, ""
-        load_once = partial(load, find=lambda target: imported(target).start)
-        self._session = Session(self._on_progress, {"load": load_once})
+        find = lambda target, early: partial(imported(target).start, early=early)  # noqa: E731
+        self._session = Session(self._on_progress, {"load": partial(load, find=find)})
 
     def serve(self, commands: IO[str]) -> None:
         """Answer line after line until the last one; then close the engine."""

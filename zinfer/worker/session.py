@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Function = Callable[["Session", Any], Frozen]
 MakeEngine = Callable[[Plan, Progress], "Engine"]
+LOAD = "load"
+EARLY = frozenset({LOAD, "batch_start", "batch_step"})  # tasks that can run while the engine still loads
 
 
 class Session:
@@ -42,6 +45,8 @@ class Session:
         self.facts = Facts()
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
+        self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
+        self._fault: Exception | None = None  # exception of that
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
         self._token_texts: dict[int, str] = {}
@@ -85,7 +90,24 @@ class Session:
         except WorkerDied:  # raised by a stand-in for a process that ends
             raise
         except Exception as error:
-            return {"failure": failure_of(error, name).model_dump(mode="json")}
+            with suppress(Exception):
+                self.finish_loading(wait=False)  # which may have broken a pass
+            fault = self._fault
+            failure = failure_of(error, name) if fault is None else failure_of(fault, LOAD)
+            return {"failure": failure.model_dump(mode="json")}
+
+    def finish_loading(self, wait: bool = True) -> None:
+        """Wait for a load that goes on; without `wait` do nothing while it does. Raises what it raises, and
+        CheckpointError for weights that have changed."""
+        late = None if self._engine is None else self._engine.late
+        if self.unfinished is None or not (wait or late is None or late.ended):
+            return
+        try:
+            self.unfinished()
+        except Exception as error:
+            self._fault = error
+            raise
+        self.unfinished = None
 
     def _run(self, name: str, request: Any) -> Frozen:
         if name not in TASKS:
@@ -95,6 +117,8 @@ class Session:
         except ValidationError as error:
             raise EngineError(f"task {name}: {first_fault(error)}") from None
         function = self._instead.get(name) or TASKS[name].function()
+        if name not in EARLY:
+            self.finish_loading()
         return function(self, command)
 
     def close(self, engine: bool = True) -> None:
@@ -102,20 +126,20 @@ class Session:
         with suppress(Exception):
             if self.scheduler is not None:
                 self.scheduler.end()
-        self.scheduler = None
+        self.scheduler = self.unfinished = self._fault = None
         loaded, self._engine = self._engine, None
         if loaded is not None and engine:
             loaded.close()
 
 
-def import_engine(target: str) -> "MakeEngine":
-    """Import the engine class at ``module:Class``; return what starts it."""
+def import_engine(target: str, early: bool) -> "MakeEngine":
+    """Import the engine class at ``module:Class``; return what starts it, `early` if it can."""
     from zinfer.engine import base
 
-    return base.load(target).start
+    return partial(base.load(target).start, early=early)
 
 
-def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = import_engine) -> Facts:
+def load(session: Session, command: Load, find: "Callable[[str, bool], MakeEngine]" = import_engine) -> Facts:
     """Load the engine that `find` returns for the command's target. Raises what that raises, and CheckpointError for
     weights that have changed by its end."""
     plan = command.plan
@@ -127,7 +151,7 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
         check_same_tokens(plan.model)
     from zinfer.worker.probe import measure_link
 
-    make = find(command.target)
+    make = find(command.target, command.early)
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,10 +159,19 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
     session.facts = session.facts.model_copy(update=facts)
     started = time.monotonic()
     session.engine = make(plan, session.on_progress)
-    facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
+    session.unfinished = partial(_finish, session, command, started)
+    session.finish_loading(wait=False)
+    return session.facts
+
+
+def _finish(session: Session, command: Load, started: float) -> None:
+    """Wait for all weights, note their seconds, and check them."""
+    session.engine.finish_loading()
+    late, ended = session.engine.late, time.monotonic()
+    seconds = max(1e-3, (ended if late is None else late.ended_at) - started)
+    facts = {"load_s": round(seconds, 3), "load_bytes": session.engine.loaded_bytes}
     _check_weights(command)  # once they are read, and outside the time that is recorded
     session.facts = session.facts.model_copy(update=facts)
-    return session.facts
 
 
 def _check_weights(command: Load) -> None:

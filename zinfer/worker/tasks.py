@@ -76,6 +76,7 @@ class Load(Command[Facts]):
     target: str
     plan: Plan
     revision: str = ""  # fingerprint of the only weights to load, if there is one
+    early: bool = False  # answer before all is loaded, if the engine can; the first pass then ends with the load
 
 
 class Measure(Command[Measurement]):
@@ -106,6 +107,7 @@ class BatchStarted(Message):
     positions: int
     cannot_score: str | None = None
     cannot_reuse: str | None = None
+    loading: bool = False  # weights are still being loaded
 
 
 class BatchStart(Command[BatchStarted]):
@@ -131,6 +133,7 @@ class BatchStepped(Message):
     drafted: int = 0  # drafts that were verified; `accepted`: right ones among them
     accepted: int = 0
     kept_bytes: int = 0  # host memory that kept KV caches take now
+    loaded: Facts | None = None  # of a load that went on until now
 
 
 class BatchStep(Command[BatchStepped]):

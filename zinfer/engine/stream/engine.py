@@ -1,13 +1,13 @@
 """Engine `stream`: loads the weights, admits rows, and runs passes. It alone knows all mechanisms."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zinfer.core.case import Option, Workload
 from zinfer.core.progress import Progress, silent
@@ -15,7 +15,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step, together
 from zinfer.engine.cache import STORAGE, RowCache, dequantize_kv, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import MovedRows
-from zinfer.engine.state import ModelState
+from zinfer.engine.state import Entry, ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.attention import Ragged
 from zinfer.engine.stream.experts.few_experts import FewExperts
@@ -40,6 +40,7 @@ from zinfer.record.measurement import Effective, Span
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
+Entries = Mapping[str, Entry]  # by name within a layer
 Moved = Sequence[tuple[StreamBatch, Tensor]]  # micro-batches, and the indices of rows that will leave them
 FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: a wrong kernel is given up earlier
 
@@ -50,15 +51,22 @@ class Stream(SharedPasses):
 
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
 
-    def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
-        self._group = group
+    def __init__(
+        self, plan: Plan, progress: Progress = silent, group: "Group | None" = None, early: bool = False
+    ) -> None:
+        self._group, self._early = group, early
+        self._postponed: Placement | None = None  # placement of weights on the device, until all are loaded
         self.given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
         self._source: WeightSource | None = None  # of the layers that are not on the device
         self._ring: PrefetchRing | None = None
         self._pool: ExpertPool | None = None  # of experts that come on demand
-        self._folder_bytes: int | None = None  # read from a folder of packed layers, if there is one
+        self._loader: Loader | None = None  # of the layers that are not on the device
         self._per_step: tuple[int, ...] = (0, 0, 0)  # bytes of a step on the link: weights, others, weights from disk
         super().__init__(plan, progress)
+
+    @classmethod
+    def begin(cls, plan: Plan, progress: Progress = silent) -> "Stream":
+        return cls(plan, progress, early=True)
 
     def _load(self) -> None:
         plan, options, device = self.plan, self.options, self.device
@@ -135,16 +143,20 @@ class Stream(SharedPasses):
     def _load_streamed(self, state: ModelState, resident: dict[str, Tensor]) -> None:
         """Load the layers off the device, and other weights into `resident`; start the ring."""
         experts = self._on_demand(state)
-        loader = Loader(self.plan, self.options, state, experts, self.device, self.progress, self._group)
-        self._source, self._ring, self._folder_bytes = loader.load(resident)
-        source, ring = self._source, self._ring
+        loader = Loader(self.plan, self.options, state, experts, self.device, self.progress, self._group, self._early)
+        source, ring = self._source, self._ring = loader.load(resident)
         self._opened.callback(source.close)
         self._opened.callback(ring.close)
+        self._loader, self.late = loader, loader.late
+        if loader.late is not None:
+            self._opened.callback(loader.late.stop)
+            self._graphs.paused = True  # nothing is recorded while a thread uses the device, too
         if self.plan.placement.codec == "lossless" and self._group is None:
             self._products = PackedProducts(self.device, self.progress)
-        attach = ring.attach if self._products is None else partial(self._products.attach, ring)
         for number, layer in enumerate(self._layers):
-            attach(number, layer, state.of_layer(number))
+            ring.expect(number, layer, partial(self._attach, ring, loader, number, layer, state.of_layer(number)))
+            if loader.late is None:
+                ring.arrive(number)
         if source.experts and isinstance(source, MemorySource):
             self._pool = ExpertPool(source, self.device, ring)
             self._opened.callback(self._pool.close)
@@ -152,6 +164,21 @@ class Stream(SharedPasses):
                 self._pool.attach(number, module)
         if self._group is None:  # the ranks of a group begin together, with a pass
             ring.start()
+
+    def _attach(self, ring: PrefetchRing, loader: Loader, number: int, layer: nn.Module, entries: Entries) -> None:
+        """Put a loaded layer's weights in place."""
+        loader.keep(ring, number)
+        attach = ring.attach if self._products is None else partial(self._products.attach, ring)
+        attach(number, layer, entries)
+
+    def finish_loading(self) -> None:
+        if self._loader is None or self._ring is None or not self._loader.loading:
+            return
+        self._loader.finish(self._ring)
+        self.give_back()  # what coding took, in a stream of its own
+        self._graphs.paused = False
+        if self._postponed is not None:
+            self._share_out(self._postponed)
 
     def _on_demand(self, state: ModelState) -> dict[int, Experts]:
         """Return the routed experts that come on demand, by layer. With option ``auto`` there are none where they
@@ -169,7 +196,8 @@ class Stream(SharedPasses):
 
     @property
     def loaded_bytes(self) -> int:
-        return super().loaded_bytes if self._folder_bytes is None else self._folder_bytes
+        read = None if self._loader is None or self._source is None else self._loader.folder_bytes(self._source)
+        return super().loaded_bytes if read is None else read
 
     @property
     def ring(self) -> PrefetchRing | None:
@@ -194,7 +222,7 @@ class Stream(SharedPasses):
         load = self.expected or together(self.batches, rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
-        self._share_out(placement)
+        self._share_out(placement, load)
         on_host = self._host_rows(rows, capacity, load, placement, moved)
         if on_host and (why_not := self._cannot_have("kv_offload")) is not None:
             raise EngineError(f"{on_host} of {rows} rows need host memory: {why_not}")
@@ -248,10 +276,17 @@ class Stream(SharedPasses):
         room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
         return room > self.plan.model.layer_bytes
 
-    def _share_out(self, placement: Placement) -> None:
-        """Allocate the ring's buffers and put layers on the GPU, by `placement`. Raises torch.OutOfMemoryError."""
+    def _share_out(self, placement: Placement, load: Workload | None = None) -> None:
+        """Allocate the ring's buffers and put layers on the GPU, by `placement`. While layers load, those that will
+        stay are streamed, too, if `load` has room beside that. Raises torch.OutOfMemoryError."""
         if (ring := self._ring) is None:
             return
+        if (loader := self._loader) is not None and loader.loading:
+            if load is not None and loader.has_room(self.planner.tiers(load), placement):
+                self._postponed = placement
+                ring.resize(max(placement.ring_depth, ring.depth))
+                return
+            self.finish_loading()
         buffers = max(placement.ring_depth, self._headroom.ring_depth)
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
@@ -290,7 +325,7 @@ class Stream(SharedPasses):
         self._kv.begin()
         placement = self._placement(load)
         with suppress(MemoryError, torch.OutOfMemoryError):  # micro-batches will tell
-            self._share_out(placement)
+            self._share_out(placement, load)
             self._kv.prepare(placement, load)
 
     def _cannot_have(self, option: str) -> str | None:
@@ -346,6 +381,7 @@ class Stream(SharedPasses):
         pool, before, step = self._pool, self._copied(), is_step(works)
         experts = None if pool is None else pool.counts
         logits = super()._forward(works)
+        self.finish_loading()
         if step:
             self._per_step = tuple(now - then for now, then in zip(self._copied(), before, strict=True))
             if pool is not None and experts is not None:
@@ -398,6 +434,7 @@ class Stream(SharedPasses):
         return self._products.settings(set(range(len(ring.layers))).difference(ring.streamed))
 
     def effective(self) -> Effective:
+        self.finish_loading()
         mixture, few, pool = self.plan.model.num_experts > 1, self._few_experts, self._pool
         streamed, fetched, read = self._per_step
         settings: dict[str, Option] = {

@@ -18,7 +18,7 @@ from zinfer.job.batch.ledger import Ledger
 from zinfer.job.driver import Driver, Window
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan
-from zinfer.worker.process import WorkerError
+from zinfer.worker.process import LoadFailed, WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin together
@@ -112,6 +112,8 @@ class BatchJob:
                 while self._waiting or self._sent:
                     try:
                         self._step()
+                    except LoadFailed as error:
+                        raise _failed(error) from None
                     except WorkerError as error:
                         self._retry(error)
             except (Interrupted, JobFailed) as end:
@@ -122,11 +124,9 @@ class BatchJob:
 
     def _step(self) -> None:
         try:
-            self.driver.load(self.plan)
+            self.driver.load(self.plan, early=True)
         except WorkerError as error:
-            failed = JobFailed(error.line)
-            failed.exit_code = error.exit_code
-            raise failed from None
+            raise _failed(error) from None
         if not self._started:
             self._start()
         with self.driver.lend() as worker:
@@ -215,3 +215,10 @@ class BatchJob:
             self._waiting.add(rows)
             message += f"; going on with batches of {self._window.shrink(count)}"
         self.on_message(message)
+
+
+def _failed(error: WorkerError) -> JobFailed:
+    """Return the end of a job whose worker cannot load."""
+    failed = JobFailed(error.line)
+    failed.exit_code = error.exit_code
+    return failed

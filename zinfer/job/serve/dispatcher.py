@@ -24,12 +24,13 @@ from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.planner import Plan
-from zinfer.worker.process import Client, WorkerError
+from zinfer.worker.process import Client, LoadFailed, WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 SHARES = 16  # a request fills at most this part of the places in the queue, however many of its rows wait
 RELOADS, RELOAD_S = 3, 4.0  # attempts to load a worker again, and seconds between them
+LOOK_S = 1.0  # seconds between two looks at a load that goes on, while nothing is asked
 RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
@@ -136,7 +137,7 @@ class Dispatcher:
         self._window = Window()
         self._driver = Driver(self.make_worker, lambda _plan: self.on_loading())
         self._reader = Reader(self.tokenizer, self._read, self._wanted)
-        self._positions = 0
+        self._positions, self._loading = 0, False  # the latter while the worker's weights are still being loaded
         self.kept_bytes = 0  # host memory of kept KV caches
         self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
@@ -245,7 +246,8 @@ class Dispatcher:
         with self._changed:
             while not (self._inbox or self._sent or self._waiting or self._stopping) and self._driver.loaded:
                 self._dropped.clear()
-                self._changed.wait()
+                if not self._changed.wait(timeout=LOOK_S if self._loading else None):
+                    break  # to see how the load goes on
             if self._stopping:
                 return False
             read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
@@ -257,12 +259,16 @@ class Dispatcher:
                 return False
             self._enqueue(read)
             new = self._next()
-            if new or drop or self._sent:
+            if new or drop or self._sent or self._loading:
                 self._sent |= {row.key: row for row in new}
                 answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
                 with self._driver.lend() as worker:
                     step = worker.ask(BatchStep(requests=new, drop=drop, answer_s=answer_s))
                 self._apply_step(step)
+        except LoadFailed as error:  # another load would, too
+            self.fault, self.exit_code = error.line, error.exit_code
+            self.on_message(self.fault)
+            return False
         except WorkerError as error:
             self._retry(error)
         return True
@@ -303,6 +309,7 @@ class Dispatcher:
 
     def _apply_step(self, step: BatchStepped) -> None:
         self.running, self.kept_bytes = step.running, step.kept_bytes
+        self._loading = self._loading and step.loaded is None
         self.metrics.stepped(step)
         updates: list[tuple[Answer, Update]] = []
         now, ended = time.monotonic(), 0
@@ -379,7 +386,7 @@ class Dispatcher:
             if self._stopping:
                 return False
             try:
-                self._driver.load(self.plan)
+                self._driver.load(self.plan, early=True)
                 self._begin()
                 with self._changed:
                     if self.state == "loading":
@@ -397,6 +404,7 @@ class Dispatcher:
         size = self.settings.cache_size
         with self._driver.lend() as worker:
             started = worker.ask(BatchStart(load=self.load, rows=self.settings.rows, arrivals=True, cache_size=size))
+        self._loading = started.loading
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
         self.tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:

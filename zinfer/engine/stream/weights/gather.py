@@ -340,7 +340,7 @@ class GatherRing(PrefetchRing):
             self._free_staged()
         if len(self._in_flight) > self._issued - self._taken and self._in_flight[-1].chunk is None:
             self._in_flight.pop()  # not issued yet
-        self._pending = (transfer for transfer in self._pending if transfer.chunk is not None)
+        self._pending = (transfer for transfer in self._pending if transfer is not None and transfer.chunk is not None)
         while self._to_receive or any(transfer.chunk is None for transfer in self._in_flight):
             if self._to_receive and self._to_receive[0][0] in self._rank_parts:
                 self._receive_staged()

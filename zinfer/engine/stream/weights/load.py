@@ -7,6 +7,8 @@ lie there alone.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +20,7 @@ from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
 from zinfer.engine.decoder import offload_folder
 from zinfer.engine.direct import StripedFile, StripedWriter
+from zinfer.engine.late import Late, Publish
 from zinfer.engine.pinned import PAGE, PinnedArena, check_free
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.weights import disk, packed
@@ -28,13 +31,15 @@ from zinfer.engine.stream.weights.pack import Packing, copy_into
 from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, padding
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource, WeightSource
+from zinfer.plan.bytes import Placement, Tiers
 from zinfer.plan.planner import Plan
-from zinfer.system.host import drives
+from zinfer.system.host import available_bytes, drives
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 DEPTH = 2  # buffers of a new ring; prefill makes it deeper
+CODED_LAYERS = 3  # layers, uncoded, whose room coding takes at most: one that comes, and a few streams of its codes
 
 
 class _ResidentLayer(NamedTuple):
@@ -47,7 +52,8 @@ class _ResidentLayer(NamedTuple):
 
 class Loader:
     """Load of the layers as `plan` and `options` say. `experts` come on demand, by layer. The leader of a `group` loads
-    the arena, and the other ranks map it."""
+    the arena, and the other ranks map it. With `early` a thread goes on loading layers into the memory of the host, of
+    one process, once the first one is there; others, and a model whose experts come on demand, load whole."""
 
     def __init__(
         self,
@@ -58,28 +64,34 @@ class Loader:
         device: torch.device,
         progress: Progress,
         group: "Group | None" = None,
+        early: bool = False,
     ) -> None:
         self._plan, self._device, self._progress, self._group = plan, device, progress, group
+        self._early = early and group is None and plan.case.offload == "cpu" and not experts
+        self.late: Late[PackedLayer] | None = None  # layers that a thread loads, or has loaded
+        self.loading = self._early  # until `finish`
+        state = state.apart() if self._early else state
         self._state, self._pin, lossless = state, device.type == "cuda", plan.placement.codec == "lossless"
         self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus)
         self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
         self._resident: dict[int, Tensor] = {}  # bytes of these layers, on the device
         self._resident_bytes = 0  # of all ranks together
+        self._memory: PinnedArena | None = None
         self._folder: Path | None = None  # of packed layers that serve
         spec, case = plan.model, plan.case
         if case.load_format != "dummy" and lossless and not experts:  # packed layers hold their experts
             revision = revision_of(spec, case.load_format)
             self._folder = packed.find(spec, revision, options.packed, case.allow_nan, progress)
 
-    def load(self, resident: Mapping[str, Tensor]) -> tuple[WeightSource, PrefetchRing, int | None]:
-        """Load the layers, and other weights into `resident`. Returns source and ring, and the bytes read, if packed
-        ones were. Raises EngineError, CheckpointError, OSError, and MemoryError where host memory is too small."""
+    def load(self, resident: Mapping[str, Tensor]) -> tuple[WeightSource, PrefetchRing]:
+        """Load the layers, and other weights into `resident`; return source and ring. `keep` gives it the layers that
+        stay. Raises EngineError, CheckpointError, OSError, and MemoryError where host memory is too small."""
         source: WeightSource
         with ExitStack() as owned:
             if self._plan.case.offload == "nvme":
                 source = self._in_files(resident, owned)
             elif self._group is None:
-                source = MemorySource(*self._in_memory(resident, owned))
+                source = self._in_memory(resident, owned)
             else:
                 source = self._shared(self._group, resident, owned)
             owned.callback(source.close)
@@ -88,16 +100,59 @@ class Loader:
             else:
                 ring = GatherRing(source, DEPTH, self._device, self._group)
             ring.hold(self._plan.placement.host_layers, self._progress)
-            for index in sorted(self._resident):
-                ring.keep_only(index, self._resident.pop(index))
             owned.pop_all()
-        size = source.host_bytes + self._resident_bytes + self._plan.model.other_bytes
-        return source, ring, None if self._folder is None else size
+        return source, ring
 
-    def _in_memory(
-        self, resident: Mapping[str, Tensor], owned: ExitStack
-    ) -> tuple[PinnedArena, list[PackedLayer], dict[int, PackedExperts]]:
+    def keep(self, ring: PrefetchRing, index: int) -> None:
+        """Give the ring a loaded layer that stays on the device alone."""
+        if index in self._resident:
+            ring.keep_only(index, self._resident.pop(index))
+
+    def has_room(self, tiers: Tiers, placement: Placement) -> bool:
+        """Tell whether work of these `tiers` fits while layers load. Of its `placement` layers that also
+        lie in host memory are not on the GPU yet, where coding needs room, and host memory has to hold the rest."""
+        stay = sum(map(self._packing.unpacked_bytes, set(placement.resident_layers) - self._staying))
+        needed, on_gpu = tiers.host.total, tiers.gpu.total - round(stay * placement.wire_ratio)
+        if self._device.type != "cuda":
+            needed += on_gpu
+        elif on_gpu + CODED_LAYERS * self._largest > self._plan.machine.device_bytes:
+            return False
+        return needed - (0 if self._memory is None else self._memory.used) <= available_bytes()
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest layer, uncoded."""
+        return max(map(self._packing.unpacked_bytes, range(len(self._state.layers))))
+
+    def finish(self, ring: PrefetchRing) -> None:
+        """Wait for the end of the load; give all layers their places. Raises what the load raises."""
+        assert self.late is not None
+        self.late.join()
+        for number in range(len(self.late)):
+            ring.arrive(number)
+        ring.loaded()
+        self.loading = False
+
+    def folder_bytes(self, source: WeightSource) -> int | None:
+        """Return the bytes read, if packed layers were."""
+        size = source.host_bytes + self._resident_bytes + self._plan.model.other_bytes
+        return None if self._folder is None else size
+
+    def _in_memory(self, resident: Mapping[str, Tensor], owned: ExitStack) -> MemorySource:
         """Load streamed layers into an arena, resident ones onto the device."""
+        arena = self._arena(owned)
+        if not self._early:
+            return MemorySource(arena, *self._fill(arena, resident))
+        count, load = len(self._state.layers), partial(self._fill, arena, resident)
+        self.late = Late(count, load, self._device, self._progress)
+        owned.callback(self.late.stop)
+        _ = self.late[0]  # weights outside the layers came before
+        source = MemorySource(arena, self.late)
+        source.late_bytes = self._largest
+        return source
+
+    def _arena(self, owned: ExitStack) -> PinnedArena:
+        """Make the arena, of the bytes of streamed layers uncoded."""
         count, group = len(self._state.layers), self._group
         size = sum(self._packing.unpacked_bytes(number) for number in range(count) if number not in self._staying)
         size += PAGE * count  # what `lock_taken` leaves out between layers
@@ -106,6 +161,18 @@ class Loader:
         shared = None if group is None else group.weights  # all ranks lock it later
         arena = PinnedArena(size, self._pin and group is None, self._progress, grow=True, shared=shared)
         owned.callback(arena.close)
+        self._memory = arena
+        return arena
+
+    def _fill(
+        self,
+        arena: PinnedArena,
+        resident: Mapping[str, Tensor],
+        publish: Publish[PackedLayer] = lambda _number, _layer: None,
+        progress: Progress | None = None,
+    ) -> tuple[list[PackedLayer], dict[int, PackedExperts]]:
+        """Load all layers into the arena, or to where they stay; `publish` each. `progress` may end the load."""
+        count, progress = len(self._state.layers), progress or self._progress
         device = torch.device("cpu") if self._folder is not None else self._device
 
         def memory_of(number: int) -> LayerMemory | PinnedArena:
@@ -113,10 +180,11 @@ class Loader:
 
         packed_layers: Iterator[tuple[int, PackedLayer, PackedExperts | None, LayerMemory | PinnedArena]]
         if self._folder is None:
-            check_free(round(size * self._plan.placement.wire_ratio))
-            packed_layers = self._packing.layers(memory_of, resident)
+            check_free(round(arena.size * self._plan.placement.wire_ratio))
+            packed_layers = replace(self._packing, progress=progress).layers(memory_of, resident)
         else:
-            packed_layers = packed.read(self._folder, self._state, memory_of, self._progress)
+            self._load_others(resident)
+            packed_layers = packed.read(self._folder, self._state, memory_of, progress)
         layers, on_demand = dict[int, PackedLayer](), dict[int, PackedExperts]()
         for number, layer, packed_experts, memory in packed_layers:
             layers[number] = layer
@@ -125,16 +193,17 @@ class Loader:
                 on_demand[number] = packed_experts
             if isinstance(memory, LayerMemory):
                 self._keep(number, layer, memory.whole().to(self._device))
-        self._load_others(resident)
+            publish(number, layer)
         arena.seal()
-        return arena, [layers[number] for number in range(count)], on_demand
+        return [layers[number] for number in range(count)], on_demand
 
     def _shared(self, group: "Group", resident: Mapping[str, Tensor], owned: ExitStack) -> MemorySource:
         """Load as a group's leader, or get the layers from it."""
         group.agree()
         group.join()
         if group.rank == 0:
-            arena, layers, _ = self._in_memory(resident, owned)
+            arena = self._arena(owned)
+            layers, _ = self._fill(arena, resident)
             group.share((layers, arena.size))
         else:
             while isinstance(message := group.share(None), _ResidentLayer):

@@ -72,21 +72,23 @@ class PrefetchRing:
     def __init__(self, source: WeightSource, depth: int, device: torch.device, queues: Queues | None = None) -> None:
         if depth < 2:
             raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
-        self.layers: list[PackedLayer] = list(source.layers)
+        self._late = source.late
+        self.layers = list(source.layers) if self._late is None else self._late
+        self._expected = dict[int, Callable[[], None]]()  # by layer that may still be loading: what attaches it
         self.bytes_copied = 0  # weight bytes
         self.disk_bytes = 0  # those of them that came from disk
         self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
         self.queues: Queues = queues or (CudaQueues(device) if self._cuda else HostQueues())
-        size = max(packed.unpacked_bytes for packed in self.layers)
+        size = source.late_bytes or max(packed.unpacked_bytes for packed in self.layers)
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._attached: list[list[Tensor]] = []  # weights of each layer, in the order of its blocks
+        self._attached: dict[int, list[Tensor]] = {}  # weights of each layer, in the order of its blocks
         self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
         self._held: dict[int, PackedLayer] = {}  # resident layers without what `shed` left out
         self._only_resident: set[int] = set()  # layers that are in no source
         self.unpacked: frozenset[int] = frozenset()  # resident layers whose bytes are those of the layer buffer
         self._unpackers: dict[int, Callable[[], None]] = {}  # layer -> what unpacks it where it stays, if given
-        self._pending: Iterator[Transfer] = iter(())  # transfers still to be issued
+        self._pending: Iterator[Transfer | None] = iter(())  # transfers still to be issued
         self._in_flight: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
         self._buffers: list[Tensor] = []
@@ -113,7 +115,30 @@ class PrefetchRing:
         packed, views = self.layers[index], self._views(index) | dict(weights or {})
         if unpack is not None:
             self._unpackers[index] = unpack
-        self._attached.append([entries[name].put(views[name]) for name in packed.blocks])
+        self._attached[index] = [entries[name].put(views[name]) for name in packed.blocks]
+        if index not in self._expected:
+            self._hook(index, layer)
+
+    def expect(self, index: int, layer: nn.Module, attach: Callable[[], None]) -> None:
+        """Have `attach` called, for `layer`, once it is loaded. Its first call waits for that."""
+        self._expected[index] = attach
+        self._hook(index, layer)
+
+    def arrive(self, index: int) -> None:
+        """Wait until a layer is loaded and attached. Raises what the load raises."""
+        if index in self._expected:
+            _ = self.layers[index]  # waits
+            with torch.inference_mode(False):  # a pass runs in that mode, and parameters outlive it
+                self._expected[index]()
+            del self._expected[index]
+
+    def loaded(self) -> None:
+        """Take note that no layer is late any more. Buffers get the size of the largest chunk."""
+        self._late = None
+        self._source.count_bytes()
+        self.resize(self._depth)
+
+    def _hook(self, index: int, layer: nn.Module) -> None:
         layer.register_forward_pre_hook(lambda _module, _args: self._begin_call(index))
         layer.register_forward_hook(lambda _module, _args, output: self._end_call(index, output))
 
@@ -135,7 +160,7 @@ class PrefetchRing:
     def resize(self, depth: int, min_bytes: int = 0) -> None:
         """Change the number of buffers, and their size to the largest chunk. They have at least `min_bytes`. Waits for
         the device if that changes anything."""
-        size = max(min_bytes, *(chunk.size for packed in self.layers for chunk in packed.chunks))
+        size = max(min_bytes, *self._chunk_bytes())
         if (depth, size) == (self._depth, self.buffer_bytes):
             return
         self._flush()
@@ -146,6 +171,14 @@ class PrefetchRing:
         ]
         self._arrived, self._free = ([self.queues.event() for _ in range(depth)] for _ in range(2))
         self._depth = depth
+
+    def _chunk_bytes(self) -> Iterator[int]:
+        """Yield the sizes of all chunks. While layers load, those of the loaded ones count as if they were uncoded, so
+        that chunks of later layers find room, too."""
+        if (late := self._late) is None:
+            return (chunk.size for packed in self.layers for chunk in packed.chunks)
+        layers = (late[index] for index in range(len(late)) if late.loaded(index))
+        return (max(chunk.size, chunk.unpacked_bytes) for packed in layers for chunk in packed.chunks)
 
     def keeps(self, layers: Iterable[int], unpacked: Iterable[int]) -> bool:
         """Tell whether `keep` changes nothing."""
@@ -350,7 +383,8 @@ class PrefetchRing:
     def close(self) -> None:
         self.queues.finish()
         self._source.stop()
-        self._buffers, self._attached, self._resident, self._unpackers, self._next = [], [], {}, {}, None
+        self._buffers, self._attached, self._resident, self._unpackers, self._next = [], {}, {}, {}, None
+        self._expected = {}
         self._pending = iter(())
         self._in_flight.clear()
         self.layer_buffer = torch.empty(0, dtype=torch.uint8)
@@ -394,19 +428,23 @@ class PrefetchRing:
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
         self._pending = self._all_transfers(fetches)
-        streamed = (chunk for index in self.streamed for chunk in self.layers[index].chunks)
+        loaded = (index for index in self.streamed if index not in self._expected)  # late ones are never on disk
+        streamed = (chunk for index in loaded for chunk in self.layers[index].chunks)
         if on_disk := [chunk for chunk in streamed if self._source.on_disk(chunk)]:
             self._source.begin(cycle(on_disk))
         self._fill()
         self._next = fetches  # unless its first chunks fail
 
-    def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
-        """Yield all transfers, pass after pass, without end."""
+    def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer | None]:
+        """Yield all transfers, pass after pass, without end. None comes while the next layer is not loaded."""
         progressed = True
         while progressed:
             progressed = False
-            for index, packed in enumerate(self.layers):
-                chunks = () if index in self._resident else packed.chunks
+            for index in range(len(self.layers)):
+                while index in self._expected and self._late is not None and not self._late.loaded(index):
+                    yield None
+                self.arrive(index)
+                chunks = () if index in self._resident else self.layers[index].chunks
                 weights = (self._transfer(index, chunk) for chunk in chunks)
                 others = (fetch.transfer(index) for fetch in fetches)
                 for transfer in (*weights, *others):
@@ -448,10 +486,17 @@ class PrefetchRing:
             transfer.before()
             source = transfer.source()
             begin = mark(self._cuda)
+            if self._late is not None and source.numel() > self._buffers[buffer].numel():
+                self._outgrow(buffer, source.numel())
             self._target(transfer, buffer)[: source.numel()].copy_(source, non_blocking=True)
             self.note(("copy", transfer.layer, begin, mark(self._cuda), None))
             self._complete(transfer, buffer)
         self._issued += 1
+
+    def _outgrow(self, buffer: int, size: int) -> None:
+        """Have a free buffer hold a late layer's `size` bytes. Waits for the device; `resize` makes all alike again."""
+        self.queues.finish()
+        self._buffers[buffer] = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _target(self, _transfer: Transfer, buffer: int) -> Tensor:
         return self._buffers[buffer]
@@ -491,6 +536,7 @@ class PrefetchRing:
         self._fill()
 
     def _begin_call(self, index: int) -> None:
+        self.arrive(index)
         now = self._under_way()
         now.turn(index)
         if now.layer != index or now.calls_done == now.calls:

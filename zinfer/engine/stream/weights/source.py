@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zinfer.core.progress import Progress, silent
+from zinfer.engine.late import Late
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.stream.trace import Reads
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
@@ -27,10 +28,17 @@ class WeightSource(ABC):
 
     host_bytes = pinned_bytes = 0  # bytes of layers in host memory; its page-locked bytes
     file_bytes = 0
+    late_bytes = 0  # of the largest layer, unpacked, if layers may still be loading
     host_layers: tuple[int, ...] = ()  # layers on disk that host memory keeps
 
-    def __init__(self, layers: Sequence[PackedLayer], experts: Mapping[int, PackedExperts] | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[PackedLayer] | Late[PackedLayer], experts: Mapping[int, PackedExperts] | None = None
+    ) -> None:
         self.layers, self.experts = layers, experts or {}
+        self.late = layers if isinstance(layers, Late) else None  # layers that may still be loading
+
+    def count_bytes(self) -> None:
+        """Count the bytes of layers that were late."""
 
     @abstractmethod
     def get(self, chunk: Chunk) -> Tensor:
@@ -70,14 +78,21 @@ class WeightSource(ABC):
 
 
 class MemorySource(WeightSource):
-    """Weights in the memory of `arena`, which goes with it."""
+    """Weights in the memory of `arena`, which goes with it. It is filled, but for late layers."""
 
     def __init__(
-        self, arena: PinnedArena, layers: Sequence[PackedLayer], experts: Mapping[int, PackedExperts] | None = None
+        self,
+        arena: PinnedArena,
+        layers: Sequence[PackedLayer] | Late[PackedLayer],
+        experts: Mapping[int, PackedExperts] | None = None,
     ) -> None:
         super().__init__(layers, experts)
-        self.memory, self._arena, self.host_bytes = arena.memory, arena, arena.size
-        self.pinned_bytes = arena.size if arena.pinned else 0
+        self.memory, self._arena = arena.memory, arena
+        self.count_bytes()
+
+    def count_bytes(self) -> None:
+        self.host_bytes = self._arena.size
+        self.pinned_bytes = self.host_bytes if self._arena.pinned else 0
 
     def get(self, chunk: Chunk) -> Tensor:
         return self.memory[chunk.start : chunk.end]

@@ -1,0 +1,326 @@
+"""First passes begin while later layers load: the same tokens and facts, and no damaged weight is ever believed."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import save_config
+from tests.command import zinfer
+from tests.serving import serving
+from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.case import Case, Workload
+from zinfer.core.request import Request, Sampling
+from zinfer.engine import read
+from zinfer.engine.stream.engine import Stream
+from zinfer.engine.stream.weights import codec, load, packed
+from zinfer.job.serve import dispatcher
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.worker.inline import InlineWorker
+from zinfer.worker.process import LoadFailed
+from zinfer.worker.tasks import BatchStart, BatchStep
+
+CPU = torch.device("cpu")
+LAYERS = 6
+LAST = "model.layers.5.mlp.up_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("late")
+    return save_config(folder, "llama", hidden_size=256, intermediate_size=320, num_key_value_heads=2)
+
+
+def plan_of(folder: Path, gpu_weights: str | None = None, **options: Any) -> Plan:
+    case = Case(
+        model=str(folder), engine="stream", offload="cpu", dtype="bfloat16", load_format="safetensors",
+        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), gpu_weights=gpu_weights,
+        options=tuple(sorted(options.items())),
+    )  # fmt: skip
+    spec = resolve.from_directory(folder).with_dtype("bfloat16")
+    return make_plan(case, spec, MACHINE)
+
+
+class Slow:
+    """Disk that holds reads of a layer back until `gate` opens."""
+
+    def __init__(self, folder: Path, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self.held = threading.Event(), threading.Event()
+        self._held = {
+            (info.file, info.start)
+            for name, info in Checkpoint.open(folder).tensors.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        self._packed: tuple[Path, int] | None = None
+        self._read = read._read
+        monkeypatch.setattr(read, "_read", self)
+
+    def hold_packed(self, folder: Path, layer: int) -> None:
+        content = packed._read(folder)
+        self._packed = folder / packed.DATA, content.layers[layer].start
+
+    def __call__(self, file: Path, part: memoryview, offset: int) -> None:
+        begins = self._packed is not None and file == self._packed[0] and offset >= self._packed[1]
+        if begins or (file, offset) in self._held:
+            self.held.set()
+            assert self.gate.wait(60)
+        self._read(file, part, offset)
+
+
+def facts(loaded: Stream) -> tuple[Any, ...]:
+    return loaded.effective(), loaded.loaded_bytes
+
+
+@pytest.mark.parametrize(
+    ("gpu_weights", "options"),
+    [
+        (None, {"weight_codec": "lossless"}),
+        (None, {"weight_codec": "none"}),
+        (None, {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
+        (None, {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "cpu"}),
+        ("50%", {"weight_codec": "lossless"}),
+        ("auto", {"weight_codec": "lossless"}),
+        (None, {"packed": "layers"}),
+    ],
+)
+def test_a_pass_begins_before_the_last_layer_is_loaded(
+    gpu_weights: str | None, options: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(checkpoint, gpu_weights, **options)
+    if "packed" in options:
+        revision = revision_of(plan.model, "safetensors")
+        packed.write(plan.model, revision, Path("layers"), CPU)
+    whole = Stream(plan)
+    expected, counted = [greedy(whole, lengths) for lengths in BATCHES], facts(whole)
+    whole.close()
+    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    if "packed" in options:
+        slow.hold_packed(Path("layers"), LAYERS - 1)
+    seen = list[tuple[str, float]]()
+    early = Stream.begin(plan, lambda stage, share: seen.append((stage, share)))
+    late = early.late
+    assert late is not None
+    computed = list[bool]()
+
+    def before_the_end(*_: object) -> None:
+        computed.append(late.ended)
+        slow.gate.set()
+
+    handle = early._layers[0].register_forward_hook(before_the_end)
+    assert slow.held.wait(60)
+    assert not late.ended
+    actual = [greedy(early, BATCHES[0])]
+    handle.remove()
+    assert computed[0] is False
+    assert late.ended
+    actual.append(greedy(early, BATCHES[1]))
+    assert all(map(torch.equal, actual, expected))
+    assert facts(early) == counted
+    assert seen[-1][1] == 1
+    early.close()
+
+
+def test_what_counts_bytes_waits_for_the_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    early = Stream.begin(plan_of(checkpoint))
+    timer = threading.Timer(0.3, slow.gate.set)
+    timer.start()
+    assert early.late is not None
+    assert not early.late.ended
+    assert early.effective().host_weight_bytes > 0
+    assert early.late.ended
+    early.close()
+    timer.join()
+
+
+def test_a_load_that_is_closed_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(checkpoint, 3, monkeypatch)
+    early = Stream.begin(plan_of(checkpoint))
+    assert slow.held.wait(60)
+    timer = threading.Timer(0.3, slow.gate.set)  # a read under way cannot be taken back
+    timer.start()
+    early.close()
+    assert timer.finished.is_set(), "the thread was waited for"
+    assert not any(thread.name == "zinfer-load" for thread in threading.enumerate())
+    assert early.late is not None
+    assert early.late.fault is not None
+
+
+def spoiled(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint whose last layer has a NaN."""
+    shutil.copytree(checkpoint, folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][LAST]
+    tensors = load_file(file)
+    tensors[LAST].view(-1)[7] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def request() -> Request:
+    return Request(key=0, prompt_ids=[9, 8, 7], left=4, sampling=Sampling(temperature=0))
+
+
+def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = spoiled(checkpoint, tmp_path / "spoiled")
+    with pytest.raises(CheckpointError, match=f"{LAST} holds NaN") as whole:
+        Stream(plan_of(folder))
+    slow = Slow(folder, LAYERS - 1, monkeypatch)
+    early = Stream.begin(plan_of(folder))
+    slow.gate.set()
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            greedy(early, BATCHES[0])
+        assert str(error.value) == str(whole.value)
+        early.clear()
+    with pytest.raises(CheckpointError):
+        early.effective()
+    early.close()
+
+
+def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = checkpoint, spoiled(checkpoint, tmp_path / "spoiled")
+    for folder in (good, bad):
+        slow = Slow(folder, LAYERS - 1, monkeypatch)
+        loads = list[tuple[int, float]]()
+        worker = InlineWorker(
+            "zinfer.engine.stream.engine:Stream", on_loaded=lambda *what, loads=loads: loads.append(what)
+        )
+        plan = plan_of(folder)
+        worker.load(plan, early=True)
+        assert worker.facts.load_s is None
+        assert not loads
+        started = worker.ask(BatchStart(load=plan.case.workload))
+        assert started.loading
+        assert worker.ask(BatchStep(answer_s=0)).loaded is None, "nothing is asked, and nothing waited for"
+        slow.gate.set()
+        step = BatchStep(requests=[request()], answer_s=0)
+        if folder == good:
+            answer = worker.ask(step)
+            assert answer.loaded is not None
+            assert answer.loaded.load_s == worker.facts.load_s == loads[0][1] > 0
+            assert loads[0][0] == answer.loaded.load_bytes == plan.model.weight_bytes
+            assert len(answer.rows[0].tokens) == 1
+            assert worker.ask(BatchStep(answer_s=0)).loaded is None, "it comes once"
+        else:
+            with pytest.raises(LoadFailed, match=f"{LAST} holds NaN") as failed:
+                worker.ask(step)
+            assert (failed.value.status, failed.value.exit_code) == ("io_error", CheckpointError.exit_code)
+        worker.close()
+
+
+def test_weights_that_change_meanwhile_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    worker = InlineWorker("zinfer.engine.stream.engine:Stream", revision="another")
+    plan = plan_of(checkpoint)
+    worker.load(plan, early=True)
+    worker.ask(BatchStart(load=plan.case.workload))
+    slow.gate.set()
+    with pytest.raises(LoadFailed, match="does not hold the weights of the start any more"):
+        worker.ask(BatchStep(requests=[request()], answer_s=0))
+    worker.close()
+
+
+@pytest.mark.parametrize("verb", ["run", "batch"])
+def test_a_command_ends_as_if_it_had_loaded_first(verb: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = spoiled(checkpoint, tmp_path / "spoiled")
+    how = ["--model", str(folder), "--engine", "stream", "--offload", "cpu", "--dtype", "bfloat16"]
+    if verb == "run":
+        how += ["--prompt", "abc", "--output-len", "4"]
+    else:
+        body = {"model": "x", "prompt": "abc", "max_tokens": 4}
+        line = {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": body}
+        Path("in.jsonl").write_text(json.dumps(line) + "\n")
+        how += ["in.jsonl", "-o", "out.jsonl"]
+    done = zinfer(tmp_path, verb, *how, probe=True)
+    assert done.returncode == CheckpointError.exit_code, done.stderr
+    assert f"{LAST} holds NaN or infinity (value 7)" in done.stderr
+    assert "tok/s" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_copy_of_the_model_is_loaded_from(checkpoint: Path) -> None:
+    """The model that computes is not touched by conversion."""
+    from zinfer.engine.state import ModelState
+
+    state = ModelState(resolve.from_directory(checkpoint), "safetensors")
+    other = state.apart()
+    entry = next(entry for entry in state.entries.values() if entry.layer == 0)
+    given = entry.put(torch.ones(entry.tensor.shape))
+    loaded: dict[str, bool] = {name: tensor.isfinite().all().item() for name, tensor in other.load(CPU)}
+    assert loaded.keys() == state.entries.keys()
+    assert all(loaded.values())
+    module, leaf = entry.places[0]
+    assert module._parameters[leaf] is given
+
+
+def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = spoiled(checkpoint, tmp_path / "spoiled")
+    slow = Slow(folder, LAYERS - 1, monkeypatch)
+    monkeypatch.setattr(dispatcher, "LOOK_S", 0.01)
+    plan = plan_of(folder)
+    with serving(plan, lambda: InlineWorker("zinfer.engine.stream.engine:Stream"), plan.case.workload) as server:
+        assert server.dispatcher.state == "ready"
+        slow.gate.set()
+        server.wait(lambda: server.dispatcher.state == "ended")
+    assert f"{LAST} holds NaN" in str(server.fault)
+    assert server.dispatcher.exit_code == CheckpointError.exit_code
+
+
+def test_a_load_without_room_ends_before_its_first_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    early = Stream.begin(plan_of(checkpoint))
+    assert early.late is not None
+    monkeypatch.setattr(load, "available_bytes", lambda: 0)
+    ended = list[bool]()
+    early._layers[0].register_forward_hook(lambda *_: ended.append(early.late is not None and early.late.ended))
+    timer = threading.Timer(0.3, slow.gate.set)
+    timer.start()
+    greedy(early, BATCHES[0])
+    assert ended[0]
+    early.close()
+    timer.join()
+
+
+def test_chunks_of_late_layers_that_are_larger_find_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Stream(plan_of(checkpoint))
+    expected = greedy(whole, BATCHES[0])
+    whole.close()
+    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    early = Stream.begin(plan_of(checkpoint))
+    ring = early._ring
+    assert ring is not None
+    with monkeypatch.context() as small:  # as if the first layers were all norms
+        small.setattr(ring, "_chunk_bytes", lambda: iter([64]))
+        ring.resize(ring.depth)
+        assert {len(buffer) for buffer in ring._buffers} == {64}
+
+        def go_on(*_: object) -> None:
+            small.undo()
+            slow.gate.set()
+
+        early._layers[0].register_forward_hook(go_on)
+        assert torch.equal(greedy(early, BATCHES[0]), expected)
+    sizes = {len(buffer) for buffer in ring._buffers}
+    assert sizes == {ring.buffer_bytes} == {max(chunk.size for layer in ring.layers for chunk in layer.chunks)}
+    early.close()

@@ -62,7 +62,7 @@ class StreamMember(Member[Stream]):
     def watched(self, works: Sequence[RankWork]) -> PassResult:
         """Run and trace one pass."""
         with self._ring.watched() as trace:
-            return self.forward(works)._replace(recording=trace.recording())
+            return self.forward(works)._replace(recording=(trace.begun, trace.spans()))
 
 
 class StreamTeam(Team[Stream]):

@@ -65,10 +65,6 @@ class Trace:
     def add(self, lane: Lane, layer: int | None, begin: Mark, end: Mark, carries: Carried | None = None) -> None:
         self._spans.append((lane, layer, begin, end, carries))
 
-    def recording(self) -> "Recording":
-        """Return the trace in a form to send to another process. Waits for the device."""
-        return self.begun, self.spans()
-
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of each lane in order, in ms; adjacent spans of a layer are merged. Waits for the device."""
         if self._cuda:

@@ -10,6 +10,7 @@ once the event that `release` gets has passed: the device has read it then.
 Every chunk is compared with its checksum when it is first read, and again after the files have changed in any way.
 """
 
+import os
 import threading
 import zlib
 from collections import deque
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -44,9 +44,8 @@ class _Read:
     chunk: Chunk
     place: int  # first byte in the ring
     jobs: list[Future[None]]
-    left: int  # requests that have not ended
     began: list[float]  # times in s at which requests began, ascending
-    done: Future[None] = field(default_factory=Future)
+    done: Future[None] = field(init=False)  # read and checked
 
 
 class DiskSource(WeightSource):
@@ -82,6 +81,7 @@ class DiskSource(WeightSource):
         self._ring = PinnedArena(max(2, ring_bytes // self._place_bytes) * self._place_bytes, pin)
         self._bytes = as_bytes(self._ring.memory)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-disk")
+        self._checkers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="zinfer-check")
         self._changed = threading.Condition()
         self._reads: deque[_Read] = deque()  # reads that were not given back
         self._thread: threading.Thread | None = None
@@ -164,7 +164,7 @@ class DiskSource(WeightSource):
     def reads(self) -> list[tuple[int, float, float]]:
         """Return layer, begin and end of the latest reads. Times are of the host's clock; reads under way end now."""
         with self._changed:
-            under_way = [read for read in self._reads if read.left and read.began]
+            under_way = [read for read in self._reads if read.began and not all(job.done() for job in read.jobs)]
             now = clock()
             times = [*self._read_times, *((self._layer_of[read.chunk.start], read.began[0], now) for read in under_way)]
         return sorted(times, key=lambda read: read[1])
@@ -253,41 +253,29 @@ class DiskSource(WeightSource):
                 begin, end = aligned(chunk.start, chunk.end)
                 began: list[float] = []
                 jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, place, jobs, len(jobs), began)
+                read = _Read(chunk, place, jobs, began)
+                read.done = self._checkers.submit(self._finish_read, read)
                 with self._changed:
                     self._reads.append(read)
                     self._changed.notify_all()
-                for job in read.jobs:
-                    job.add_done_callback(partial(self._arrived, read))
         except BaseException as error:
             with self._changed:
                 self._fault = error
                 self._changed.notify_all()
 
-    def _arrived(self, read: _Read, job: Future[None]) -> None:
-        """Note the end of a request; the last one checks its chunk."""
+    def _finish_read(self, read: _Read) -> None:
+        """Wait for a chunk, note when it came, and check it."""
+        for job in read.jobs:
+            job.result()
         with self._changed:
-            read.left -= 1
-            last = read.left == 0
-            if last and read.began:
-                self._read_times.append((self._layer_of[read.chunk.start], read.began[0], clock()))
-        if not last:
-            return
-        faults = [fault for job in read.jobs if not job.cancelled() and (fault := job.exception()) is not None]
-        try:
-            if not faults and not any(job.cancelled() for job in read.jobs):
-                self._check(read.chunk, as_bytes(self._content(read)))
-        except BaseException as error:
-            faults.append(error)
-        if faults:
-            read.done.set_exception(faults[0])
-        else:
-            read.done.set_result(None)
+            self._read_times.append((self._layer_of[read.chunk.start], read.began[0], clock()))
+        self._check(read.chunk, as_bytes(self._content(read)))
 
     def close(self) -> None:
         """Free the memory, close the files and what is owned. Safe to call twice."""
         self.stop()
         self._pool.shutdown(cancel_futures=True)
+        self._checkers.shutdown()
         self._views.clear()
         self._bytes = memoryview(b"")
         for arena in (*self._kept.values(), self._ring):

@@ -71,10 +71,6 @@ class PackedExperts:
     blocks: Mapping[str, TensorPlace]
     unpacked_bytes: int
 
-    @property
-    def coded(self) -> bool:
-        return any(chunk.layout is not None for expert in self.experts for chunk in expert.chunks)
-
 
 def padding(experts: Experts) -> int:
     """Return the maximum of bytes that aligning each expert's tensors adds."""

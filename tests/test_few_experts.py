@@ -17,7 +17,7 @@ from tests.checkpoints import save_config
 from tests.running import error
 from tests.test_codec import compile_for_h100
 from tests.test_experts import MIXTURES, load, steps
-from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.experts import few_experts, modules
 from zinfer.engine.stream.experts.few_experts import NAME, FewExperts, pays
 from zinfer.engine.stream.experts.modules import through_interface
 
@@ -217,8 +217,8 @@ def main(path: Path) -> None:
     kernel.TILE, min_read, tile = 1 << 14, kernel.MIN_READ, kernel.TILE  # the interpreter is slow for each tile
     for name in SIZES:
         module: Any = experts_of(name)[1]
-        gate = kernel.Gate(True, 1.702, 7.0, 1.0) if name == "gpt_oss" else kernel.Gate()
-        assert few_experts._gate_of(module) == gate
+        gate = modules.Gate(True, 1.702, 7.0, 1.0) if name == "gpt_oss" else modules.Gate()
+        assert modules.gate_of(module) == gate
         for dtype in (torch.float32, torch.bfloat16):
             results[f"{name} {str(dtype)[6:]}"] = both(module.to(dtype), *call(module, 2, dtype))
     kernel.TILE = tile

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zinfer.engine.stream.experts.modules import Gate
 from zinfer.engine.stream.weights.expand import rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
@@ -55,23 +56,6 @@ class Tiles:
             splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // min_steps))
         each = triton.cdiv(steps, splits)
         return cls(tile_rows, tile_columns, each, triton.cdiv(steps, each))
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Product of two halves of a row: ``gate * sigmoid(alpha * gate) * (up + offset)``, both clamped to `limit`. The
-    halves follow each other, or are `interleaved`. That of SwiGLU is the default."""
-
-    interleaved: bool = False
-    alpha: float = 1.0
-    limit: float = float("inf")
-    offset: float = 0.0
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the products ``[.., I]`` of `rows` ``[.., 2 * I]``."""
-        gate, up = (rows[..., ::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)
 
 
 def _divisor(size: int, limit: int) -> int:

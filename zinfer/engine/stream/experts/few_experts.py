@@ -11,14 +11,14 @@ that do not compile, or give other results, are not used any more, and the recor
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
-from zinfer.engine.stream.experts.modules import through_interface
+from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of, through_interface
 from zinfer.engine.stream.weights.low_bit import Aligned, Matrix
 from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight
 from zinfer.engine.triton_check import cannot_run
@@ -32,9 +32,6 @@ ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
 MAX_PAIRS = 64
 MAX_READS = 1.5
 Implementation = Callable[..., Tensor]
-
-if TYPE_CHECKING:
-    from zinfer.engine.stream.experts.expert_kernel import Gate
 
 
 def pays(tokens: int, each: int, experts: int) -> bool:
@@ -85,13 +82,6 @@ def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return output
 
 
-def _computes_more(module: nn.Module) -> bool:
-    """Tell whether a module computes more than the kernels know. They know products, an activation, and a gate that can
-    be called."""
-    parallel, norm = (getattr(module, name, False) for name in ("_is_expert_parallel", "has_post_expert_norm"))
-    return bool(parallel or norm or (module.has_gate and not hasattr(module, "_apply_gate")))
-
-
 def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
     """Return a module's matrices with their biases; None if it has others."""
     matrices = []
@@ -111,7 +101,7 @@ def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
 
 def _serves(module: nn.Module, *args: Any) -> bool:
     """Tell whether the kernels serve a call, and are faster."""
-    if len(args) != 3 or not all(isinstance(arg, Tensor) and arg.dim() == 2 for arg in args) or _computes_more(module):
+    if len(args) != 3 or not all(isinstance(arg, Tensor) and arg.dim() == 2 for arg in args) or computes_more(module):
         return False
     states, experts, weights = args
     if experts.shape != weights.shape or len(experts) != len(states) or experts.is_floating_point():
@@ -142,14 +132,14 @@ def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -
 
 
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    from zinfer.engine.stream.experts.expert_kernel import Gate, activate, combine, multiply, multiply_gated
+    from zinfer.engine.stream.experts.expert_kernel import activate, combine, multiply, multiply_gated
 
     matrices = _matrices(module)
     assert matrices is not None
     ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
     aligned: dict[int, Aligned] = {}
-    coded, gate = _from_codes(up, down), _gate_of(module)
+    coded, gate = _from_codes(up, down), gate_of(module)
     if coded is None and gate == Gate() and up_bias is None and not transposed:
         inner = multiply_gated(states, _unpacked(up), experts)
     else:
@@ -182,31 +172,3 @@ def _unpacked(weights: Tensor) -> Tensor:
     if isinstance(weights, LazyWeight):
         weights.fill()
     return weights
-
-
-_gates: dict[tuple[object, ...], "Gate | None"] = {}  # by class, activation, and the numbers that modules name
-
-
-def _gate_of(module: nn.Module) -> "Gate | None":
-    """Return the gate that gives a module's own values in a trial; None if none does."""
-    from zinfer.engine.stream.experts.expert_kernel import Gate
-
-    if not module.has_gate:
-        return None
-    values = {name: getattr(module, name, None) for name in ("alpha", "swiglu_alpha", "limit", "swiglu_limit")}
-    key = type(module), type(getattr(module, "act_fn", None)), *values.values()
-    if key not in _gates:
-        alphas, limits = (
-            [values[name] for name in names] for names in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
-        )
-        rows = torch.linspace(-9, 9, 4 * 254).view(4, 254).roll(77)
-        expected = module._apply_gate(rows)  # type: ignore[operator]
-        trials = (
-            Gate(interleaved, float(alpha), float(limit), offset)
-            for interleaved in (False, True)
-            for alpha in (1, *filter(None, alphas))
-            for limit in (float("inf"), *filter(None, limits))
-            for offset in (0.0, 1.0)
-        )
-        _gates[key] = next((gate for gate in trials if torch.allclose(gate(rows), expected, 1e-4, 1e-4)), None)
-    return _gates[key]

@@ -164,25 +164,25 @@ def _is_read(matrix: Tensor) -> bool:
 
 
 @cache
-def library() -> Any:
-    """Return the library compiled from `attend.c`; None if it cannot be compiled or loaded."""
+def library(source: Path = SOURCE) -> Any:
+    """Return the library compiled from a C file; None if it cannot be compiled or loaded."""
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         with suppress(OSError, RuntimeError, subprocess.CalledProcessError):  # also a user without a home folder
-            return ctypes.CDLL(str(_compiled(compiler)))
+            return ctypes.CDLL(str(_compiled(source, compiler)))
     return None
 
 
-def _compiled(compiler: str) -> Path:
-    """Compile `attend.c`, or take it from the cache; return the file. Raises OSError, and CalledProcessError if the
+def _compiled(source: Path, compiler: str) -> Path:
+    """Compile a C file, or take it from the cache; return the result. Raises OSError, and CalledProcessError if the
     compiler fails."""
-    made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
+    made_of = source.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
-    built = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    built = folder / f"{source.stem}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with scratch.folder(folder, "compile") as made_in:  # another process may compile too
             made, env = made_in.path / built.name, {**os.environ, "TMPDIR": str(made_in.path)}
-            subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
+            subprocess.run([compiler, *FLAGS, str(source), "-o", str(made)], check=True, capture_output=True, env=env)
             made.replace(built)
     return built
 

@@ -140,14 +140,15 @@ def pack(
     coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None,
     gpus: int = 1,
     mostly: bool = False,
+    plain: bool = False,
 ) -> PackedLayer:
     """Append a layer's parameters to `memory`, encoded where that shrinks them. They may be on any device. `coded` are
     quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices whose rows,
     one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in the layer
     buffer; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
     one. `gpus` copy the layer together. Of a layer that is `mostly` quantised the rest is not encoded: that would save
-    a per cent of its bytes, and cost each pass the decoding where it stays."""
-    coded = coded or {}
+    a per cent of its bytes, and cost each pass the decoding where it stays. If `plain`, nothing is: the CPU reads it."""
+    coded, mostly = coded or {}, mostly or plain
     large = {name: tensor for name, tensor in tensors.items() if not mostly and codec.worth_coding(tensor)}
     others = {name: tensor for name, tensor in tensors.items() if name not in large}
     joined = {} if mostly else codec.worth_joining(others)
@@ -158,7 +159,7 @@ def pack(
     for name, (tensor, matrices) in coded.items():
         offset, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
         for matrix in formats.join(matrices, tensor.dtype.itemsize, max_bytes):
-            for layout, data in formats.encode_chunks(matrix, tensor.dtype, max_bytes, offset):
+            for layout, data in formats.encode_chunks(matrix, tensor.dtype, max_bytes, offset, plain):
                 chunks.append(_store(memory, data, offset, layout))
                 offset += layout.nbytes
     max_bytes = _largest_chunk(size, gpus)

@@ -58,13 +58,19 @@ class Identity:
 
 
 class Lossless:
-    """Codec that encodes tensors on `device` where that shrinks them."""
+    """Codec that encodes tensors on `device` where that shrinks them; experts stay `plain`, if they are to."""
 
     def __init__(
-        self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, gpus: int, device: torch.device
+        self,
+        entries: Mapping[str, Entry],
+        experts: Experts | None,
+        memory: Memory,
+        gpus: int,
+        device: torch.device,
+        plain: bool = False,
     ) -> None:
         self._entries, self._experts, self._memory = entries, experts, memory
-        self._gpus, self._device = gpus, device
+        self._gpus, self._device, self._plain = gpus, device, plain
         self._tensors: dict[str, Tensor] = {}
         self._codes: dict[str, list[Codes]] = {}
 
@@ -84,7 +90,7 @@ class Lossless:
         mostly = 2 * quantised > sum(entry.tensor.numel() for entry in self._entries.values())
         layer, experts = pack(tensors, self._memory, coded, self._gpus, mostly), None
         if self._experts is not None:
-            experts = pack_experts(self._experts, self._tensors, self._codes, self._memory)
+            experts = pack_experts(self._experts, self._tensors, self._codes, self._memory, self._plain)
         return layer, experts
 
 
@@ -97,7 +103,7 @@ def dense_tensors(entries: Mapping[str, Entry], experts: Experts | None) -> list
 @dataclass(frozen=True)
 class Packing:
     """Load of a model whose layers are packed. Layers are encoded on `device` if `lossless`. `experts` come on demand,
-    by layer; `gpus` copy a layer together."""
+    by layer, not encoded if `plain`; `gpus` copy a layer together."""
 
     state: ModelState
     lossless: bool
@@ -105,6 +111,7 @@ class Packing:
     progress: Progress
     experts: Mapping[int, Experts] = field(default_factory=dict)
     gpus: int = 1
+    plain: bool = False
 
     def unpacked_bytes(self, number: int) -> int:
         """Return the bytes of a layer, without its experts, uncoded."""
@@ -126,7 +133,8 @@ class Packing:
             if index not in packers:
                 entries, memory = self.state.of_layer(index), memory_of(index)
                 missing[index], given = set(entries), (entries, self.experts.get(index), memory, self.gpus)
-                packers[index] = Lossless(*given, self.device) if self.lossless else Identity(*given), memory
+                packer = Lossless(*given, self.device, self.plain) if self.lossless else Identity(*given)
+                packers[index] = packer, memory
             for name, tensor in group:
                 packers[index][0].add(name, tensor)
                 missing[index].discard(name)

@@ -104,20 +104,24 @@ def fill_experts(experts: PackedExperts, name: str, tensor: Tensor, memory: Tens
 
 
 def pack_experts(
-    experts: Experts, tensors: Mapping[str, Tensor], coded: Mapping[str, Sequence[Codes]], memory: Memory
+    experts: Experts,
+    tensors: Mapping[str, Tensor],
+    coded: Mapping[str, Sequence[Codes]],
+    memory: Memory,
+    plain: bool = False,
 ) -> PackedExperts:
-    """Append a layer's experts to `memory`, encoded where that shrinks them. `tensors` and `coded` are their stacked
-    weights, as `zinfer.engine.stream.weights.chunk.pack` takes them."""
+    """Append a layer's experts to `memory`, encoded where that shrinks them, unless `plain`. `tensors` and `coded` are
+    their stacked weights, as `zinfer.engine.stream.weights.chunk.pack` takes them."""
 
     def chunks_of(name: str, number: int) -> Iterable[Chunk]:
         if name not in coded:
-            return pack({name: tensors[name][number]}, memory).chunks
+            return pack({name: tensors[name][number]}, memory, plain=plain).chunks
         shape = experts.weights[name].tensor[number]
         codes = _codes_of_expert(coded[name], number, experts.count)
         if codes is not None:
-            return pack({}, memory, {name: (shape, codes)}).chunks
+            return pack({}, memory, {name: (shape, codes)}, plain=plain).chunks
         whole = torch.cat([expand(matrix, shape.dtype) for matrix in coded[name]])
-        return pack({name: whole.view(experts.count, *shape.shape)[number]}, memory).chunks
+        return pack({name: whole.view(experts.count, *shape.shape)[number]}, memory, plain=plain).chunks
 
     return _packed(experts, chunks_of)
 

@@ -1,0 +1,194 @@
+"""Experts on the CPU: the compiled code against exact arithmetic, in every format, and engines that use it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from tests.test_attend import LESSER, compiler, fresh, lesser, no_compiler  # noqa: F401
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.quantization.dequantize import Codes, expand
+from zinfer.engine.state import Entry
+from zinfer.engine.stream.experts.cpu import CpuExperts
+from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
+
+CPU = torch.device("cpu")
+Made = tuple[Tensor, list[Codes]]  # values ``[E, rows, columns]``, and the codes that they come from
+
+
+class Swiglu(nn.Module):
+    """Experts as most classes of transformers keep them: rows are outputs, gates come first."""
+
+    has_gate, has_bias, is_transposed = True, False, False
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+class Clamped(nn.Module):
+    """Experts as gpt-oss keeps them: rows are inputs, gates and values take turns, and products have biases."""
+
+    has_gate, has_bias, is_transposed, alpha, limit = True, True, True, 1.702, 7.0
+
+    def _apply_gate(self, rows: Tensor) -> Tensor:
+        gate, up = rows[..., ::2].clamp(max=self.limit), rows[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def codes_of(count: int, rows: int, columns: int, dtype: torch.dtype, **form: Any) -> Made:
+    """Return random codes of `count` matrices. `form` has bits, table, block and type of scales."""
+    bits, table, (height, width) = form["bits"], form["table"], form["block"]
+    dice = torch.Generator().manual_seed(rows + columns)
+    all_rows = count * rows
+    numbers = torch.randint(0, 256, (all_rows, -(-columns * bits // 8)), generator=dice, dtype=torch.uint8)
+    if table in ("e4m3", "e5m2"):
+        numbers = torch.where((numbers & 127) >= (127 if table == "e4m3" else 124), 1, numbers)  # these are no numbers
+    grid = (1 if height >= all_rows else -(-all_rows // height)), -(-columns // width)
+    scales, kind = torch.rand(grid, generator=dice) * 0.02 + 0.005, form.get("scales", torch.bfloat16)
+    if isinstance(kind, str):
+        span = (119, 123) if kind == "e8m0" else (20, 60)
+        scales = torch.randint(*span, grid, generator=dice, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, grid, generator=dice, dtype=torch.int16) if form.get("zeros") else None
+    given = scales if isinstance(kind, str) else scales.to(kind)
+    codes = Codes(
+        numbers, columns, bits, table, given, (height, width), torch.float32, kind if isinstance(kind, str) else "",
+        zeros, form.get("divisor", 1.0),
+    )  # fmt: skip
+    parts = [codes]
+    if form.get("apart"):  # matrices that do not share a factor, as gate and up in NVFP4
+        half = rows // 2
+        parts = [codes.part(start, half) for start in range(0, all_rows, half)]
+        parts = [Codes(**{**vars(part), "divisor": 1.0 + number}) for number, part in enumerate(parts)]
+    return torch.cat([expand(part, torch.float32) for part in parts]).view(count, rows, columns), parts
+
+
+def values_of(count: int, rows: int, columns: int, dtype: torch.dtype, **_form: Any) -> Made:
+    """Return random matrices that are not quantised."""
+    dice = torch.Generator().manual_seed(rows + columns)
+    return (torch.randn(count, rows, columns, generator=dice) * 0.05).to(dtype), []
+
+
+FORMATS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "bf16": (values_of, {}),
+    "mxfp4": (codes_of, {"bits": 4, "table": "e2m1", "block": (1, 32), "scales": "e8m0"}),
+    "nvfp4": (codes_of, {"bits": 4, "table": "e2m1", "block": (1, 16), "scales": "e4m3", "apart": True}),
+    "int4 groups": (codes_of, {"bits": 4, "table": "middle4", "block": (1, 128)}),
+    "int4 of 32": (codes_of, {"bits": 4, "table": "whole4", "block": (1, 32), "zeros": True, "scales": torch.float16}),
+    "int4 zeros": (codes_of, {"bits": 4, "table": "whole4", "block": (1, 128), "zeros": True}),
+    "int8 rows": (codes_of, {"bits": 8, "table": "int8", "block": (1, 1 << 20), "scales": torch.float32}),
+    "int8 groups": (codes_of, {"bits": 8, "table": "middle8", "block": (1, 64)}),
+    "int8 zeros": (codes_of, {"bits": 8, "table": "whole8", "block": (1, 64), "zeros": True}),
+    "fp8 blocks": (codes_of, {"bits": 8, "table": "e4m3", "block": (128, 128), "scales": torch.float32}),
+    "fp8 rows": (codes_of, {"bits": 8, "table": "e4m3", "block": (1, 1 << 20), "scales": torch.float32}),
+    "e5m2": (codes_of, {"bits": 8, "table": "e5m2", "block": (1, 1 << 20), "scales": torch.float32}),
+}  # fmt: skip
+SIZES = {"whole": (8, 256, 384), "odd": (5, 100, 68)}  # experts, hidden values, and values between; of `CHUNK` or not
+
+
+def made(
+    module: nn.Module, name: str, size: tuple[int, int, int], dtype: torch.dtype, **other: Any
+) -> tuple[CpuExperts, dict[str, Tensor]]:
+    """Return packed experts of a format, ready to compute, and their values."""
+    make, form = FORMATS[name]
+    (count, hidden, inner), turned = size, bool(module.is_transposed)
+    tensors, coded, values, entries = {}, {}, dict[str, Tensor](), dict[str, Entry]()
+    for leaf, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        shape = (columns, rows) if turned else (rows, columns)
+        block = form.get("block", (1, 1))
+        turned_form = form | {"block": (block[1], block[0])} if turned and form else form
+        if not turned and block[0] > 1:  # blocks do not reach from one expert to the next
+            turned_form = form | {"block": (min(block[0], rows), block[1])}
+            if rows % turned_form["block"][0]:
+                turned_form = form | {"block": (4, block[1])}
+        if turned and columns % max(1, min(block[1], columns)):
+            turned_form = form | {"block": (4, 1)}
+        values[leaf], codes = make(count, *shape, dtype, **turned_form)
+        if codes:
+            coded[leaf] = codes
+        else:
+            tensors[leaf] = values[leaf]
+        entries[leaf] = Entry((leaf,), ((module, leaf),), torch.empty(count, *shape, dtype=dtype, device="meta"), 0)
+        if module.has_bias:
+            bias = torch.randn(count, rows, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            tensors[f"{leaf}_bias"] = values[f"{leaf}_bias"] = bias
+            place = Entry((leaf,), ((module, leaf),), bias, 0)
+            entries[f"{leaf}_bias"] = place
+    arena = PinnedArena(1 << 26, pin=False, grow=True)
+    experts = Experts(module, entries, count)
+    packed = pack_experts(experts, tensors, coded, arena, plain=True)
+    computed = CpuExperts(arena.memory, CPU, 32, **other)
+    computed.attach(0, packed, experts)
+    return computed, values
+
+
+def call(tokens: int, hidden: int, count: int, dtype: torch.dtype, each: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states, choice and weights; several tokens have the same expert, and one choice names none."""
+    dice = torch.Generator().manual_seed(tokens)
+    states = torch.randn(tokens, hidden, generator=dice).to(dtype)
+    chosen = torch.stack([torch.randperm(count, generator=dice)[:each] for _ in range(tokens)])
+    chosen[-1, 0] = count
+    return states, chosen, torch.rand(tokens, each, generator=dice).to(dtype)
+
+
+def exact(module: Any, values: dict[str, Tensor], states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts in float64, from values that are rounded nowhere."""
+    out = torch.zeros(states.shape, dtype=torch.float64)
+    matrices = {name: value.double() for name, value in values.items()}
+    for token, row in enumerate(states.double()):
+        for number, weight in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
+            if number == len(values["down_proj"]):
+                continue
+            inner = row
+            for leaf in ("gate_up_proj", "down_proj"):
+                matrix = matrices[leaf][number]
+                inner = inner @ (matrix if module.is_transposed else matrix.t())
+                if module.has_bias:
+                    inner = inner + matrices[f"{leaf}_bias"][number]
+                inner = module._apply_gate(inner) if leaf == "gate_up_proj" else inner
+            out[token] += weight * inner
+    return out
+
+
+def check(module: nn.Module, name: str, size: str, dtype: torch.dtype, tokens: int, fast: bool | None = None) -> None:
+    computed, values = made(module, name, SIZES[size], dtype)
+    assert computed.status == "on"
+    count, hidden, _ = SIZES[size]
+    if fast is not None:
+        own = computed._layers[0]
+        assert (bool(own.up.fast), bool(own.down.fast)) == (fast, fast)
+    given = call(tokens, hidden, count, dtype)
+    result, expected = computed.compute(0, *given), exact(module, values, *given)
+    # Activations are rounded to the type of the states after each product: 8 bits for bf16, 11 for fp16.
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 2e-6}[dtype]
+    assert float((result.double() - expected).norm() / expected.norm()) < tolerance
+    assert torch.equal(computed.compute(0, *given), result)
+
+
+@pytest.fixture
+def fast(compiler: None) -> bool:  # noqa: F811
+    """True on processors that multiply bf16."""
+    computed, _ = made(Swiglu(), "bf16", SIZES["odd"], torch.bfloat16)
+    return bool(computed._library.experts_fast())
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_exact_in_every_format(name: str, tokens: int, fast: bool) -> None:
+    check(Swiglu(), name, "whole", torch.bfloat16, tokens, fast and name != "e5m2")
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+def test_turned_experts_with_biases_are_exact(tokens: int, fast: bool) -> None:
+    check(Clamped(), "mxfp4", "whole", torch.bfloat16, tokens, fast)
+
+
+@pytest.mark.parametrize("module", [Swiglu, Clamped])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_odd_sizes_and_other_types_are_exact(module: Any, dtype: torch.dtype, compiler: None) -> None:  # noqa: F811
+    for name in ("bf16", "mxfp4", "int4 zeros", "fp8 blocks"):
+        if name in ("bf16", "mxfp4") or module is Swiglu:
+            check(module(), name, "odd", dtype, 5)

@@ -1,0 +1,280 @@
+"""Experts on the CPU: computed for a few tokens from their codes, where these lie in host memory.
+
+A decode step touches a few experts of each layer. The CPU reads them faster than the link brings them, so only hidden
+states cross it: to pinned memory, where `cpu_experts.c` computes, and back. All three are queued on the device, the
+CPU's part as a host function, which runs no Python: nothing waits for the device, and a CUDA graph can hold them.
+
+`cpu_experts.c` is compiled as attention's kernels are (`zinfer.engine.stream.kv.cpu_kernel`). The first result of each
+kind is compared with that of the model's own code; without a compiler, or where they differ, experts come on demand.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zinfer.engine.pinned import TensorPlace
+from zinfer.engine.quantization.dequantize import table
+from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of
+from zinfer.engine.stream.kv.cpu_kernel import library
+from zinfer.engine.stream.weights.chunk import Chunk
+from zinfer.engine.stream.weights.formats import CodesLayout
+from zinfer.engine.stream.weights.packed_experts import Experts, PackedExpert, PackedExperts
+from zinfer.engine.stream.weights.products import CheckedKernel
+from zinfer.system.host import attending_cpus
+
+SOURCE = Path(__file__).with_name("cpu_experts.c")
+MAX_PAIRS, LANE_COLUMNS = 1024, 64  # MAX_PAIRS and CHUNK in cpu_experts.c
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # as `type` in cpu_experts.c begins
+_KINDS = {"e8m0": 3, "e4m3": 4, "codes8": 5, "codes4": 6}  # as it goes on
+
+
+class Unsupported(Exception):
+    """Experts that the compiled code cannot read; the message says why."""
+
+
+class _Part(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("zeros", ctypes.c_void_p),
+        ("rows", ctypes.c_int64), ("factor", ctypes.c_float), ("unused", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class _Matrix(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("parts", ctypes.POINTER(_Part)), ("bias", ctypes.POINTER(ctypes.c_void_p)),
+        ("table", ctypes.POINTER(ctypes.c_float)),
+        *((name, ctypes.c_int64) for name in (
+            "count", "rows", "columns", "row_bytes", "height", "width", "down", "across",
+        )),
+        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "turned", "fast")),
+    ]  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("up", _Matrix), ("down", _Matrix), ("experts", ctypes.c_int64),
+        ("states", ctypes.c_int32), ("interleaved", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset", "unused")),
+    ]  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("experts", ctypes.POINTER(_Layer)),
+        *((name, ctypes.c_void_p) for name in ("states", "chosen", "weights", "out", "sums")),
+        *((name, ctypes.c_int64) for name in ("tokens", "each", "threads")),
+    ]  # fmt: skip
+
+
+class CpuExperts(CheckedKernel):
+    """Experts of `layers`, whose bytes are in `memory`, for calls of up to `tokens` tokens. Results go to `device`;
+    `threads` of the CPU compute them, by default nearly all."""
+
+    status: str
+
+    def __init__(self, memory: Tensor, device: torch.device, tokens: int, threads: int | None = None) -> None:
+        self._library = library(SOURCE)
+        super().__init__("on" if self._library else "no C compiler that works here", "the model's own experts")
+        self.tokens, self._memory, self._device = tokens, memory, device
+        self._threads = threads or attending_cpus(len(os.sched_getaffinity(0)))
+        self._layers: dict[int, _Layer] = {}
+        self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
+        self._buffers: tuple[Tensor, ...] = ()  # states, choice, weights and result in pinned memory; sums
+        self._dtype, self._width, self._room = torch.float32, 0, 0
+
+    def attach(self, number: int, packed: PackedExperts, experts: Experts) -> None:
+        """Read the experts of layer `number` where they lie; `status` says why if that cannot be."""
+        if self.status != "on":
+            return
+        try:
+            self._layers[number] = self._layer_of(packed, experts)
+        except Unsupported as error:
+            self.status = str(error)
+
+    def takes(self, layer: int, states: Tensor, chosen: Tensor, weights: Tensor) -> bool:
+        """Tell whether the experts of a call can be computed."""
+        return (
+            self.status == "on"
+            and states.dim() == chosen.dim() == 2
+            and chosen.shape == weights.shape
+            and len(states) == len(chosen) <= self.tokens
+            and chosen.numel() <= MAX_PAIRS
+            and (states.dtype, states.shape[1]) == (self._dtype, self._width)
+            and layer in self._layers
+        )
+
+    def compute(self, layer: int, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Queue the experts of a layer; return their sum ``[tokens, H]``. Takes hidden states ``[tokens, H]``, numbers
+        of the chosen experts and their weights, ``[tokens, k]`` each. Nothing waits for the device."""
+        count, each = chosen.shape
+        host_states, host_chosen, host_weights, host_out, _ = self._memory_for(each)
+        call = self._call(layer, count, each)
+        sent = (host_states, states), (host_chosen, chosen.long()), (host_weights, weights.float())
+        for host, tensor in sent:
+            host[: tensor.numel()].view(tensor.shape).copy_(tensor.contiguous(), non_blocking=True)
+        if self._device.type == "cuda":
+            _launch(torch.cuda.current_stream(self._device).cuda_stream, self._library, call)
+        else:
+            self._library.compute_experts(ctypes.byref(call))
+        out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+        return out.copy_(host_out[: states.numel()].view(states.shape), non_blocking=True)
+
+    def close(self) -> None:
+        """Forget all experts; the device must have computed them."""
+        self._layers, self._calls, self._buffers = {}, {}, ()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.status = "closed"
+
+    def _memory_for(self, each: int) -> tuple[Tensor, ...]:
+        """Return the memory of calls with `each` experts a token."""
+        if not self._buffers or self._buffers[1].numel() < self.tokens * each:
+            pin, tokens, shape = self._device.type == "cuda", self.tokens, self.tokens * self._width
+            room = self._library.experts_room
+            room.restype = ctypes.c_int64
+            numbers = [ctypes.c_int64(number) for number in (tokens, each, self._threads)]
+            size = max(room(ctypes.byref(layer), *numbers) for layer in self._layers.values())
+            self._calls.clear()
+            with torch.inference_mode(False):
+                self._buffers = (
+                    torch.zeros(shape, dtype=self._dtype, pin_memory=pin),
+                    torch.zeros(tokens * each, dtype=torch.int64, pin_memory=pin),
+                    torch.zeros(tokens * each, dtype=torch.float32, pin_memory=pin),
+                    torch.zeros(shape, dtype=self._dtype, pin_memory=pin),
+                    torch.zeros(size, dtype=torch.float32),
+                )
+        return self._buffers
+
+    def _call(self, layer: int, tokens: int, each: int) -> _Call:
+        """Return the call of a shape, which graphs hold."""
+        key = layer, tokens, each
+        if key not in self._calls:
+            pointers = [tensor.data_ptr() for tensor in self._buffers]
+            own = ctypes.pointer(self._layers[layer])
+            self._calls[key] = _Call(own, *pointers, tokens, each, self._threads)
+        return self._calls[key]
+
+    def _layer_of(self, packed: PackedExperts, experts: Experts) -> _Layer:
+        module = experts.module
+        gate = None if computes_more(module) else gate_of(module)
+        if gate is None:
+            raise Unsupported(f"{type(module).__name__} computes more than products and a known gate")
+        names = {name.rpartition(".")[2]: name for name in experts.weights}
+        if not {"gate_up_proj", "down_proj"} <= names.keys() or not hasattr(module, "is_transposed"):
+            raise Unsupported(f"{type(module).__name__} has other matrices")
+        up, down = (
+            self._matrix_of(packed, names[leaf], names.get(f"{leaf}_bias"), bool(module.is_transposed))
+            for leaf in ("gate_up_proj", "down_proj")
+        )
+        block = packed.blocks[names["down_proj"]]
+        self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]
+        return _layer(up, down, len(packed.experts), block.dtype, gate)
+
+    def _matrix_of(self, packed: PackedExperts, name: str, bias: str | None, turned: bool) -> _Matrix:
+        block = packed.blocks[name]
+        chunks = [_chunks_of(expert, block, number, packed) for number, expert in enumerate(packed.experts)]
+        return matrix(self._memory, chunks, block, turned, self._library, self._bias_of(packed, bias))
+
+    def _bias_of(self, packed: PackedExperts, name: str | None) -> list[int] | None:
+        if name is None:
+            return None
+        block, places = packed.blocks[name], []
+        for number, expert in enumerate(packed.experts):
+            chunks = _chunks_of(expert, block, number, packed)
+            if len(chunks) != 1 or chunks[0].layout is not None:
+                raise Unsupported(f"{name} is coded")
+            places.append(self._memory.data_ptr() + chunks[0].start)
+        return places
+
+
+def _layer(up: _Matrix, down: _Matrix, experts: int, dtype: torch.dtype, gate: Gate) -> _Layer:
+    own = _Layer(up, down, experts, _TYPES.index(dtype), gate.interleaved, gate.alpha, gate.limit, gate.offset, 0.0)
+    own.matrices = up, down  # what they point to goes with them
+    return own
+
+
+def _chunks_of(expert: PackedExpert, block: TensorPlace, number: int, packed: PackedExperts) -> list[Chunk]:
+    """Return the chunks of an expert's part of a weight, in the order of their rows."""
+    stride = block.size // len(packed.experts)
+    first = block.offset + number * stride
+    chunks = [chunk for chunk in expert.chunks if first <= chunk.place < first + stride]
+    return sorted(chunks, key=lambda chunk: chunk.place)
+
+
+def matrix(
+    memory: Tensor, chunks: Sequence[Sequence[Chunk]], block: TensorPlace, turned: bool, code: Any,
+    bias: Sequence[int] | None = None,
+) -> _Matrix:  # fmt: skip
+    """Describe a weight ``[E, rows, columns]`` to the compiled code. `chunks` are those of each expert, in `memory`;
+    `bias` the addresses of each one's. Rows of a `turned` weight are inputs. Raises Unsupported."""
+    (count, rows, columns), base, parts = block.shape, memory.data_ptr(), list[_Part]()
+    if block.dtype not in _TYPES:
+        raise Unsupported(f"values of {block.dtype}")
+    layouts = {chunk.layout for expert in chunks for chunk in expert}
+    made = _Matrix(rows=rows, columns=columns, height=1, width=columns, down=1, across=1, turned=turned)
+    if layouts == {None}:
+        made.kind, made.row_bytes, made.count = _TYPES.index(block.dtype), columns * block.dtype.itemsize, 1
+        for expert in chunks:
+            if any(first.end != second.start for first, second in pairwise(expert)):
+                raise Unsupported("parts of an expert that lie apart")
+            parts.append(_Part(base + expert[0].start, None, None, rows, 1.0))
+    else:
+        coded = [layout for layout in layouts if isinstance(layout, CodesLayout) and layout.coded is None]
+        if len(coded) < len(layouts) or any(layout.order for layout in coded):
+            raise Unsupported("experts that are coded, or whose columns have an order of their own")
+        first = coded[0]
+        form = {(each.bits, each.table, each.block, each.grid[1], each.scale_dtype, each.scale_table, each.zeros,
+                 each.grid[0] > 1) for each in coded}  # fmt: skip
+        if len(form) > 1 or len({tuple(chunk.place - e[0].place for chunk in e) for e in chunks}) > 1:
+            raise Unsupported("experts of several formats")
+        whole = all(each.grid[0] == -(-each.rows // each.block[0]) for each in coded)
+        if not whole and any(each.grid[0] > 1 for each in coded):
+            raise Unsupported("blocks of scales that do not fit the rows")
+        made.count, made.row_bytes = len(chunks[0]), -(-columns * first.bits // 8)
+        made.height, made.width = (first.block[0] if whole else 1), first.block[1]
+        made.down, made.across = max(each.grid[0] for each in coded), first.grid[1]
+        made.kind = _KINDS["e4m3" if first.table == "e4m3" else f"codes{first.bits}"]
+        made.scale_kind = _KINDS[first.scale_table] if first.scale_table else _TYPES.index(first.scale_dtype)
+        values = table(first.table, torch.device("cpu")).tolist()
+        made.table = (ctypes.c_float * len(values))(*values)
+        for chunk in (chunk for expert in chunks for chunk in expert):
+            layout: Any = chunk.layout
+            start, (scales, zeros, _) = base + chunk.start, layout.starts
+            zero_points = start + zeros if layout.zeros else None
+            parts.append(_Part(start, start + scales, zero_points, layout.rows, layout.factor / layout.divisor))
+    made.parts = (_Part * len(parts))(*parts)
+    if bias is not None:
+        made.bias = (ctypes.c_void_p * count)(*bias)
+    made.fast = bool(code.experts_fast()) and block.dtype == torch.bfloat16 and _is_fast(made, parts)
+    return made
+
+
+def _is_fast(made: _Matrix, parts: Sequence[_Part]) -> bool:
+    """Tell whether products of bf16 can be computed as codes are unpacked."""
+    four, plain = made.kind == _KINDS["codes4"], not any(part.zeros for part in parts)
+    if made.turned:
+        grouped = made.height > 1 and made.height % 2 == 0 and made.rows % made.height == 0
+        return four and plain and grouped and made.across == made.columns and made.columns % LANE_COLUMNS == 0
+    integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
+    known = four or integers or made.kind in (_KINDS["e4m3"], _TYPES.index(torch.bfloat16))
+    groups = made.across == 1 or made.width % LANE_COLUMNS == 0 or (four and made.width in (16, 32))
+    return known and groups and made.columns % LANE_COLUMNS == 0
+
+
+def _launch(stream: int, code: Any, call: _Call) -> None:
+    """Queue a call on a CUDA stream. Raises RuntimeError."""
+    function = ctypes.cast(code.compute_experts, ctypes.c_void_p)
+    failed = _driver().cuLaunchHostFunc(ctypes.c_void_p(stream), function, ctypes.byref(call))
+    if failed:
+        raise RuntimeError(f"cuLaunchHostFunc failed: error {failed}")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

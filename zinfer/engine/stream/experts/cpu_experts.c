@@ -1,0 +1,547 @@
+/* Routed experts of a few tokens on the CPU, from their codes as host memory stores them.
+
+   A token reads megabytes of each of its experts and computes two to four FLOPs a byte, so that memory is the limit as
+   long as each byte is read once, in order, and unpacked in registers. All tokens that share an expert are multiplied
+   with a row of codes while it is in a core's cache. Rows of a matrix are outputs; or inputs, if it is `turned`: then a
+   core takes some of the inputs, and the parts of each sum are added afterwards.
+
+   Where a processor multiplies bf16 (AVX512-BF16), codes become bf16 by a look-up in registers. They are exact there:
+   scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define FAST 1
+#else
+#define FAST 0
+#endif
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "cpu_experts.c needs a little-endian processor: it reads bf16 as the upper half of float32"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define CHUNK 64          /* columns, or outputs of a turned matrix, that registers hold at a time */
+#define TOGETHER 4        /* tokens that share unpacked codes */
+#define ITEM (64 << 10)   /* bytes of codes that a thread takes at a time */
+#define SHARES 4          /* parts of turned matrices for each thread: few sums to add, and none waits for long */
+#define MAX_PAIRS 1024    /* pairs of a token and an expert in a call */
+
+typedef enum { float32, bfloat16, float16, e8m0, e4m3, codes8, codes4 } type;
+
+/* Rows of an expert's matrix: their codes, scales (NULL: all are 1), zero points (NULL: all are 0), and number. */
+typedef struct {
+    const uint8_t *codes, *scales;
+    const int16_t *zeros;
+    int64_t rows;
+    float factor, unused; /* of all scales */
+} part;
+
+/* A matrix of all experts: `count` parts of each. `columns` are those stored; a scale is for `height` rows and `width`
+   columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes. */
+typedef struct {
+    const part *parts;
+    const void *const *bias; /* of each expert, of the type of states; NULL: none */
+    const float *table;
+    int64_t count, rows, columns, row_bytes, height, width, down, across;
+    int32_t kind, scale_kind, turned, fast;
+} matrix;
+
+/* Experts of a layer. A gate is gate * sigmoid(alpha * gate) * (up + offset), both limited. */
+typedef struct {
+    matrix up, down;
+    int64_t experts;
+    int32_t states, interleaved;
+    float alpha, limit, offset, unused;
+} layer;
+
+/* A call: `each` experts for each of `tokens` tokens, whose `weights` are float32. `sums` has the room that
+   `experts_room` tells. */
+typedef struct {
+    const layer *experts;
+    const void *states;
+    const int64_t *chosen;
+    const float *weights;
+    void *out;
+    float *sums;
+    int64_t tokens, each, threads;
+} call;
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE uint16_t to_bf16(float value) {
+    uint32_t bits = to_bits(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40; /* NaN */
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+INLINE float from_half(uint16_t half) {
+    if ((half & 0x7c00) == 0x7c00) return from_bits((uint32_t)(half & 0x8000) << 16 | 0x7f800000 | (half & 0x3ff) << 13);
+    return from_bits((uint32_t)(half & 0x8000) << 16 | to_bits(from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f));
+}
+
+/* Rounds to nearest, ties to even, as a processor does. */
+INLINE uint16_t to_half(float value) {
+    uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size >= 0x47800000) return sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00);
+    if (size < 0x38800000) return sign | (to_bits(from_bits(size) + 0.5f) - to_bits(0.5f)); /* subnormal */
+    size += 0xc8000fff + (size >> 13 & 1);
+    return sign | size >> 13;
+}
+
+INLINE float load(type kind, const void *values, int64_t i) {
+    if (kind == bfloat16) return from_bits((uint32_t)((const uint16_t *)values)[i] << 16);
+    return kind == float16 ? from_half(((const uint16_t *)values)[i]) : ((const float *)values)[i];
+}
+
+INLINE float rounded(type kind, float value) {
+    if (kind == bfloat16) return from_bits((uint32_t)to_bf16(value) << 16);
+    return kind == float16 ? from_half(to_half(value)) : value;
+}
+
+/* e^x, to a few units in the last place, as Cephes (Moshier) does it. */
+INLINE float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = x * 1.44269504f + 12582912.0f - 12582912.0f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float power = 1.9875691500e-4f;
+    power = power * r + 1.3981999507e-3f;
+    power = power * r + 8.3334519073e-3f;
+    power = power * r + 4.1665795894e-2f;
+    power = power * r + 1.6666665459e-1f;
+    power = power * r + 5.0000001201e-1f;
+    power = power * r * r + r + 1.0f;
+    return power * from_bits((uint32_t)((int32_t)n + 127) << 23);
+}
+
+/* Scales number `first` and on of a part, `count` of them. */
+static void scales_of(const matrix *m, const part *p, int64_t first, int64_t count, float *out) {
+    const uint8_t *bytes = p->scales + first;
+    const float factor = p->factor;
+    if (!p->scales)
+        for (int64_t i = 0; i < count; i++) out[i] = factor;
+    else if (m->scale_kind == e8m0)
+        for (int64_t i = 0; i < count; i++) out[i] = from_bits(bytes[i] ? (uint32_t)bytes[i] << 23 : 1 << 22) * factor;
+    else if (m->scale_kind == e4m3)
+        for (int64_t i = 0; i < count; i++) {
+            float size = from_bits((uint32_t)(bytes[i] & 0x7f) << 20) * 0x1p120f * factor;
+            out[i] = bytes[i] & 0x80 ? -size : size;
+        }
+    else
+        for (int64_t i = 0; i < count; i++) out[i] = load(m->scale_kind, p->scales, first + i) * factor;
+}
+
+/* Scales and zero points of a row, for groups of columns; returns how many. */
+INLINE int64_t groups_of(const matrix *m, const part *p, int64_t row, float *scales, float *zeros) {
+    int64_t first = m->down > 1 ? row / m->height * m->across : 0;
+    scales_of(m, p, first, m->across, scales);
+    for (int64_t g = 0; p->zeros && g < m->across; g++) zeros[g] = p->zeros[first + g];
+    return m->across;
+}
+
+/* A stored row as float32. */
+static void unpack(const matrix *m, const part *p, int64_t row, float *out) {
+    float scales[m->across], zeros[m->across];
+    const uint8_t *codes = p->codes + row * m->row_bytes;
+    const int64_t groups = groups_of(m, p, row, scales, zeros), width = groups > 1 ? m->width : m->columns;
+    if (m->kind == codes4)
+        for (int64_t c = 0; c < m->columns; c++) out[c] = m->table[codes[c / 2] >> c % 2 * 4 & 15];
+    else if (m->kind == codes8 || m->kind == e4m3)
+        for (int64_t c = 0; c < m->columns; c++) out[c] = m->table[codes[c]];
+    else
+        for (int64_t c = 0; c < m->columns; c++) out[c] = load(m->kind, codes, c);
+    for (int64_t g = 0; g < groups; g++) {
+        const float scale = scales[g], zero = p->zeros ? zeros[g] : 0;
+        const int64_t end = (g + 1) * width < m->columns ? (g + 1) * width : m->columns;
+        for (int64_t c = g * width; c < end; c++) out[c] = (out[c] - zero) * scale;
+    }
+}
+
+/* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and their sums by lane. */
+typedef struct { float *values, *sums; uint16_t *halves; } input;
+
+INLINE int64_t inputs_of(const matrix *m) { return m->turned ? m->rows : m->columns; }
+INLINE int64_t outputs_of(const matrix *m) { return m->turned ? m->columns : m->rows; }
+
+/* Prepares values `first` to `end` of an input of a fast product. */
+static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
+    if (!m->fast) return;
+    for (int64_t c = first; c < end; c += CHUNK) {
+        if (m->turned || m->kind != codes4)
+            for (int i = 0; i < CHUNK && c + i < end; i++) in.halves[c + i] = to_bf16(in.values[c + i]);
+        else
+            for (int i = 0; i < CHUNK; i++) in.halves[c + i % 2 * 32 + i / 2] = to_bf16(in.values[c + i]);
+        if (m->turned) continue;
+        const uint16_t *h = in.halves + c;
+        for (int i = 0; i < 16; i++)
+            in.sums[c / 4 + i] = load(bfloat16, h, 2 * i) + load(bfloat16, h, 2 * i + 1) +
+                                 load(bfloat16, h, 32 + 2 * i) + load(bfloat16, h, 33 + 2 * i);
+    }
+}
+
+#if FAST
+
+/* bf16 values of 16 codes, twice: what looks one up need not hide the other one of a byte. */
+INLINE __m512i table_of(const matrix *m) {
+    uint16_t table[32] = {0};
+    for (int i = 0; m->kind == codes4 && i < 32; i++) table[i] = to_bf16(m->table[i & 15]);
+    for (int i = 0; m->kind == e4m3 && i < 8; i++) table[i] = to_bf16(i * 0x1p-9f); /* subnormal numbers */
+    return _mm512_loadu_si512(table);
+}
+
+/* 32 values of 8 bits. */
+INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m128i flip, __m512 shift) {
+    if (kind == e4m3) {
+        __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes));
+        __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+        __m512i value = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+        __mmask32 tiny = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+        value = _mm512_mask_permutexvar_epi16(value, tiny, size, table);
+        return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), words), 8));
+    }
+    __m512 half[2];
+    for (int i = 0; i < 2; i++) {
+        __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const void *)(codes + 16 * i)), flip);
+        half[i] = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), shift);
+    }
+    return (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]);
+}
+
+/* Products of `count` tokens with `rows` rows from `row` on, of outputs. */
+INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, int64_t rows, int count,
+                      const input *in, float *const *out) {
+    const int unsigned_bytes = kind == codes8 && m->table[255] >= 0;
+    const __m128i flip = _mm_set1_epi8(unsigned_bytes ? -128 : 0);
+    const __m512 shift = _mm512_set1_ps(unsigned_bytes ? m->table[128] : 0);
+    const __m512i table = table_of(m);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const int64_t width = m->across > 1 ? m->width : m->columns, wide = width >= CHUNK || width >= m->columns;
+    const __m512i groups = wide ? _mm512_setzero_si512() : _mm512_srli_epi32(lanes, width == 32 ? 3 : 2);
+    const int64_t size = kind == codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK;
+    float scales[m->across + 16], zeros[m->across + 16];
+    for (int64_t r = row; r < row + rows; r++) {
+        const uint8_t *codes = p->codes + r * m->row_bytes;
+        groups_of(m, p, r, scales, zeros);
+        __m512 sums[TOGETHER];
+        for (int t = 0; t < count; t++) sums[t] = _mm512_setzero_ps();
+        for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size) {
+            __m512i first, second;
+            if (kind == codes4) {
+                __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes));
+                first = _mm512_permutexvar_epi16(words, table);
+                second = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+            } else if (kind == bfloat16) {
+                first = _mm512_loadu_si512(codes);
+                second = _mm512_loadu_si512(codes + CHUNK);
+            } else {
+                first = bytes_to_bf16(kind, codes, table, flip, shift);
+                second = bytes_to_bf16(kind, codes + CHUNK / 2, table, flip, shift);
+            }
+            __m512 scale, zero = _mm512_setzero_ps();
+            if (wide) scale = _mm512_set1_ps(scales[m->across > 1 ? c / width : 0]);
+            else scale = _mm512_permutexvar_ps(groups, _mm512_loadu_ps(scales + c / width));
+            if (p->zeros && wide) zero = _mm512_set1_ps(zeros[m->across > 1 ? c / width : 0]);
+            else if (p->zeros) zero = _mm512_permutexvar_ps(groups, _mm512_loadu_ps(zeros + c / width));
+            for (int t = 0; t < count; t++) {
+                const uint16_t *x = in[t].halves + c;
+                __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)first, (__m512bh)_mm512_loadu_si512(x));
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)second, (__m512bh)_mm512_loadu_si512(x + 32));
+                if (p->zeros) sum = _mm512_fnmadd_ps(zero, _mm512_loadu_ps(in[t].sums + c / 4), sum);
+                sums[t] = _mm512_fmadd_ps(sum, scale, sums[t]);
+            }
+        }
+        for (int t = 0; t < count; t++) out[t][r] = _mm512_reduce_add_ps(sums[t]);
+    }
+}
+
+/* Adds products of `count` tokens with a block of a turned matrix's rows, which share scales, to `out`. What the next
+   block reads is fetched meanwhile. */
+INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, const input *in, float *const *out) {
+    const __m512i table = table_of(m);
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    const uint8_t *codes = p->codes + row * m->row_bytes, *next = codes + m->height * m->row_bytes;
+    const int64_t ahead = row + m->height < m->rows ? m->height * CHUNK / 2 : 0;
+    for (int64_t n = 0; n < m->columns; n += CHUNK, codes += CHUNK / 2, next += ahead) {
+        __m512 sums[TOGETHER][4];
+        float scales[CHUNK];
+        for (int t = 0; t < count; t++)
+            for (int i = 0; i < 4; i++) sums[t][i] = _mm512_setzero_ps();
+        for (int64_t line = 0; line < ahead; line += 64) _mm_prefetch((const void *)(next + line), _MM_HINT_T1);
+        for (int64_t r = 0; r < m->height; r += 2) {
+            __m256i one = _mm256_loadu_si256((const void *)(codes + r * m->row_bytes));
+            __m256i other = _mm256_loadu_si256((const void *)(codes + (r + 1) * m->row_bytes));
+            __m512i words[2] = {_mm512_cvtepu8_epi16(_mm256_unpacklo_epi8(one, other)),
+                                _mm512_cvtepu8_epi16(_mm256_unpackhi_epi8(one, other))};
+            __m512i values[4];
+            for (int i = 0; i < 4; i++)
+                values[i] = _mm512_permutexvar_epi16(i % 2 ? _mm512_srli_epi16(words[i / 2], 4) : words[i / 2], table);
+            for (int t = 0; t < count; t++) {
+                int32_t pair;
+                memcpy(&pair, in[t].halves + row + r, sizeof pair);
+                __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+                for (int i = 0; i < 4; i++) sums[t][i] = _mm512_dpbf16_ps(sums[t][i], (__m512bh)values[i], x);
+            }
+        }
+        scales_of(m, p, row / m->height * m->across + n, CHUNK, scales);
+        /* Bytes 0 to 7 and 16 to 23 of a row are in the first two sums, the others in the last two. */
+        for (int t = 0; t < count; t++)
+            for (int i = 0; i < 4; i++) {
+                const __m512 *even = sums[t] + i % 2 * 2;
+                __m512 some = _mm512_permutex2var_ps(even[0], i < 2 ? low : high, even[1]);
+                float *target = out[t] + n + 16 * i;
+                some = _mm512_fmadd_ps(some, _mm512_loadu_ps(scales + 16 * i), _mm512_loadu_ps(target));
+                _mm512_storeu_ps(target, some);
+            }
+    }
+}
+
+#define BY_COUNT(function, ...)                                                                                       \
+    do {                                                                                                              \
+        if (some == 1) function(__VA_ARGS__, 1, in + t, out + t);                                                     \
+        else if (some == 2) function(__VA_ARGS__, 2, in + t, out + t);                                                \
+        else if (some == 3) function(__VA_ARGS__, 3, in + t, out + t);                                                \
+        else function(__VA_ARGS__, 4, in + t, out + t);                                                               \
+    } while (0)
+
+#define BY_KIND(name, kind)                                                                                           \
+    static void name(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,       \
+                     float *const *out) {                                                                             \
+        for (int64_t t = 0; t < count; t += TOGETHER) {                                                               \
+            int64_t some = count - t;                                                                                 \
+            BY_COUNT(rows_fast, kind, m, p, row, rows);                                                               \
+        }                                                                                                             \
+    }
+
+BY_KIND(rows_codes4, codes4)
+BY_KIND(rows_codes8, codes8)
+BY_KIND(rows_e4m3, e4m3)
+BY_KIND(rows_bfloat16, bfloat16)
+
+static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
+                          float *const *out) {
+    for (int64_t r = row; m->turned && r < row + rows; r += m->height)
+        for (int64_t t = 0; t < count; t += TOGETHER) {
+            int64_t some = count - t;
+            BY_COUNT(block_fast, m, p, r);
+        }
+    if (m->turned) return;
+    if (m->kind == codes4) rows_codes4(m, p, row, rows, count, in, out);
+    else if (m->kind == codes8) rows_codes8(m, p, row, rows, count, in, out);
+    else if (m->kind == e4m3) rows_e4m3(m, p, row, rows, count, in, out);
+    else rows_bfloat16(m, p, row, rows, count, in, out);
+}
+
+#else
+
+static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
+                          float *const *out) {
+    (void)m, (void)p, (void)row, (void)rows, (void)count, (void)in, (void)out;
+}
+
+#endif
+
+/* Multiplies `count` inputs with rows of a part: the sums of outputs, or of a turned matrix what is added to `out`. */
+static void multiply(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
+                     float *const *out) {
+    if (m->fast) {
+        multiply_fast(m, p, row, rows, count, in, out);
+        return;
+    }
+    float values[m->columns];
+    for (int64_t r = row; r < row + rows; r++) {
+        unpack(m, p, r, values);
+        for (int64_t t = 0; t < count; t++) {
+            const float *x = in[t].values;
+            float sum = 0, *y = out[t];
+            if (m->turned) {
+#pragma omp simd
+                for (int64_t c = 0; c < m->columns; c++) y[c] += x[r] * values[c];
+            } else {
+#pragma omp simd reduction(+ : sum)
+                for (int64_t c = 0; c < m->columns; c++) sum += x[c] * values[c];
+                y[r] = sum;
+            }
+        }
+    }
+}
+
+/* Pairs of a token and an expert, in the order of the experts that have some. `first` are their first places. */
+typedef struct {
+    int64_t count, experts, number[MAX_PAIRS], first[MAX_PAIRS + 1];
+    int32_t order[MAX_PAIRS];
+} pairs;
+
+static void sort(const call *c, pairs *all) {
+    all->count = all->experts = 0;
+    for (int64_t e = 0; e < c->experts->experts; e++) {
+        int64_t before = all->count;
+        for (int64_t i = 0; i < c->tokens * c->each; i++)
+            if (c->chosen[i] == e) all->order[all->count++] = i;
+        if (all->count == before) continue;
+        all->number[all->experts] = e;
+        all->first[all->experts++] = before;
+    }
+    all->first[all->experts] = all->count;
+}
+
+INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
+INLINE int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
+
+/* Returns into how many parts a turned matrix's inputs are cut. */
+static int64_t shares_of(const matrix *m, int64_t pairs, int64_t experts, int64_t threads) {
+    if (!m->turned || !pairs) return 1;
+    int64_t wanted = smaller(SHARES * threads / experts, 2 * SHARES * threads / pairs);
+    return larger(1, smaller(wanted, m->rows / m->height));
+}
+
+/* Does item number `item` of an expert's product, of `items`. */
+static void do_item(const matrix *m, const part *p, int64_t item, int64_t items, int64_t count, const input *in,
+                    float *const *out) {
+    int64_t first = m->rows * item / items, end = m->rows * (item + 1) / items;
+    if (m->turned) { /* whole blocks of scales */
+        int64_t blocks = (m->rows + m->height - 1) / m->height;
+        first = blocks * item / items * m->height, end = smaller(m->rows, blocks * (item + 1) / items * m->height);
+        for (int64_t t = 0; t < count; t++) memset(out[t], 0, m->columns * sizeof(float));
+    }
+    for (int64_t begin = 0; begin < end; begin += p->rows, p++) { /* outputs and inputs are counted in the part */
+        int64_t row = larger(first, begin) - begin, rows = smaller(end, begin + p->rows) - begin - row;
+        if (rows <= 0) continue;
+        input inside[count];
+        float *targets[count];
+        for (int64_t t = 0; t < count; t++) {
+            inside[t] = in[t], targets[t] = out[t] + (m->turned ? 0 : begin);
+            if (m->turned) inside[t].values += begin, inside[t].halves += begin;
+        }
+        multiply(m, p, row, rows, count, inside, targets);
+    }
+}
+
+/* Floats of prepared inputs, and where the parts of one are. */
+INLINE int64_t input_floats(int64_t columns) {
+    int64_t whole = (columns + CHUNK - 1) / CHUNK * CHUNK;
+    return whole + whole / 2 + whole / 4;
+}
+
+INLINE input input_at(float *memory, int64_t columns) {
+    int64_t whole = (columns + CHUNK - 1) / CHUNK * CHUNK;
+    return (input){memory, memory + whole, (uint16_t *)(memory + whole + whole / 4)};
+}
+
+/* Returns the floats that `sums` of a call must have room for. */
+int64_t experts_room(const layer *own, int64_t tokens, int64_t each, int64_t threads) {
+    int64_t sums = larger(tokens * each, 2 * SHARES * threads);
+    return tokens * input_floats(inputs_of(&own->up)) + tokens * each * input_floats(inputs_of(&own->down)) +
+           sums * (outputs_of(&own->up) + outputs_of(&own->down));
+}
+
+/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share, of each
+   pair. All threads call it. */
+static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
+                    int64_t shares) {
+    const int64_t size = input_floats(inputs_of(m)), outputs = outputs_of(m);
+    int64_t items = m->turned ? shares : larger(1, smaller(m->rows, m->rows * m->row_bytes / ITEM));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < all->experts * items; i++) {
+        int64_t e = i / items, item = i % items, first = all->first[e], count = all->first[e + 1] - first;
+        input in[count];
+        float *targets[count];
+        for (int64_t t = 0; t < count; t++) {
+            int64_t pair = all->order[first + t];
+            in[t] = input_at(inputs + (by_token ? pair / each : pair) * size, inputs_of(m));
+            targets[t] = out + ((m->turned ? item : 0) * all->count + first + t) * outputs;
+        }
+        do_item(m, m->parts + all->number[e] * m->count, item, items, count, in, targets);
+    }
+}
+
+/* Value number `i` of the product of the pair at `place`, with its bias, in the type of states. */
+INLINE float value_at(const matrix *m, const pairs *all, type kind, const float *sums, int64_t shares, int64_t place,
+                      const void *bias, int64_t i) {
+    float sum = 0;
+    for (int64_t s = 0; s < shares; s++) sum += sums[(s * all->count + place) * outputs_of(m) + i];
+    return rounded(kind, bias ? sum + load(kind, bias, i) : sum);
+}
+
+INLINE void compute(const call *c, type kind) {
+    const layer *own = c->experts;
+    const matrix *up = &own->up, *down = &own->down;
+    const int64_t hidden = inputs_of(up), inner = inputs_of(down), each = c->each, pieces = (inner + 511) / 512;
+    pairs all;
+    sort(c, &all);
+    int64_t places[MAX_PAIRS], expert[MAX_PAIRS];
+    for (int64_t i = 0; i < c->tokens * each; i++) places[i] = -1;
+    for (int64_t e = 0; e < all.experts; e++)
+        for (int64_t place = all.first[e]; place < all.first[e + 1]; place++)
+            places[all.order[place]] = place, expert[place] = all.number[e];
+    const int64_t up_shares = shares_of(up, all.count, all.experts, c->threads);
+    const int64_t down_shares = shares_of(down, all.count, all.experts, c->threads);
+    float *states = c->sums, *between = states + c->tokens * input_floats(hidden);
+    float *up_sums = between + c->tokens * each * input_floats(inner);
+    float *down_sums = up_sums + up_shares * all.count * outputs_of(up);
+#pragma omp parallel num_threads(c->threads)
+    {
+#pragma omp for
+        for (int64_t t = 0; t < c->tokens; t++) {
+            input in = input_at(states + t * input_floats(hidden), hidden);
+            for (int64_t i = 0; i < hidden; i++) in.values[i] = load(kind, c->states, t * hidden + i);
+            prepare(up, in, 0, hidden);
+        }
+        product(up, &all, each, 1, states, up_sums, up_shares);
+#pragma omp for
+        for (int64_t i = 0; i < all.count * pieces; i++) {
+            int64_t place = i / pieces, first = i % pieces * 512, end = smaller(inner, first + 512);
+            input in = input_at(between + all.order[place] * input_floats(inner), inner);
+            const void *bias = up->bias ? up->bias[expert[place]] : NULL;
+            for (int64_t n = first; n < end; n++) {
+                int64_t one = own->interleaved ? 2 * n : n, other = own->interleaved ? 2 * n + 1 : inner + n;
+                float gate = value_at(up, &all, kind, up_sums, up_shares, place, bias, one);
+                float value = value_at(up, &all, kind, up_sums, up_shares, place, bias, other);
+                gate = gate > own->limit ? own->limit : gate;
+                value = value > own->limit ? own->limit : value < -own->limit ? -own->limit : value;
+                gate = rounded(kind, gate / (1 + exponential(-own->alpha * gate)));
+                in.values[n] = rounded(kind, gate * (value + own->offset));
+            }
+            prepare(down, in, first, end);
+        }
+        product(down, &all, each, 0, between, down_sums, down_shares);
+        const int64_t parts = (hidden + 511) / 512;
+#pragma omp for
+        for (int64_t i = 0; i < c->tokens * parts; i++) {
+            int64_t t = i / parts, first = i % parts * 512, end = smaller(hidden, first + 512);
+            for (int64_t n = first; n < end; n++) {
+                float sum = 0;
+                for (int64_t k = t * each; k < (t + 1) * each; k++) {
+                    if (places[k] < 0) continue;
+                    const void *bias = down->bias ? down->bias[expert[places[k]]] : NULL;
+                    float value = value_at(down, &all, kind, down_sums, down_shares, places[k], bias, n);
+                    sum += rounded(kind, value * c->weights[k]);
+                }
+                if (kind == float32) ((float *)c->out)[t * hidden + n] = sum;
+                else ((uint16_t *)c->out)[t * hidden + n] = kind == bfloat16 ? to_bf16(sum) : to_half(sum);
+            }
+        }
+    }
+}
+
+/* Computes the experts of a `call`; a function that CUDA calls, too. */
+void compute_experts(void *data) {
+    const call *c = data;
+    if (c->experts->states == bfloat16) compute(c, bfloat16);
+    else if (c->experts->states == float16) compute(c, float16);
+    else compute(c, float32);
+}
+
+/* Tells whether this processor multiplies bf16. */
+int32_t experts_fast(void) { return FAST; }

@@ -144,13 +144,15 @@ def test_another_engine_is_named_where_it_is_faster() -> None:
     oss, step = resolve.resolve("gpt-oss-120b", None, None), Workload(batch_size=1, input_len=512, output_len=32)
     small = H100.model_copy(update={"gpu_bytes": 24 << 30, "h2d_bandwidth": 25e9, "attention_bandwidth": None})
 
-    def said(machine: Machine, spec: ModelSpec, offload: Any = "cpu", rows: int = 1) -> str:
+    def said(machine: Machine, spec: ModelSpec, offload: Any = "cpu", rows: int = 1, experts: str = "on-demand") -> str:
         workload = step.model_copy(update={"batch_size": rows})
-        return "\n".join(peers([Planner(asked(spec.name, offload, options=CODED), spec, machine).at(workload)]))
+        options = (("experts", experts), *CODED) if offload == "cpu" and spec.num_experts else CODED
+        return "\n".join(peers([Planner(asked(spec.name, offload, options=options), spec, machine).at(workload)]))
 
     fast = small.model_copy(update={"host_bandwidth": 200e9})
     assert mentions(said(fast, oss), "At batch 1", "llama.cpp", "74.0 GB/s", "measured", "25.0 GB/s")
     assert said(small.model_copy(update={"host_bandwidth": 20e9}), oss) == "", "the link is faster"
+    assert said(fast, oss, experts="auto") == "", "the CPU computes the experts here, too"
     assert "llama.cpp" not in said(fast, resolve.resolve("opt-66b", None, None)), "it has no experts"
     assert "At batch 1 use" in said(fast, oss, rows=256), "one reader is better off there"
     four = H100.model_copy(update={"gpu_bytes": 150 * 10**9, "gpu_count": 4})

@@ -1,6 +1,7 @@
 """Experts on the CPU: the compiled code against exact arithmetic, in every format, and engines that use it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from tests.test_attend import LESSER, compiler, fresh, lesser, no_compiler  # noqa: F401
+from tests import quantized, test_attend
+from tests.checkpoints import save_config
+from tests.test_attend import LESSER
+from tests.test_experts import MIXTURES, load, steps
+from tests.test_parity import BATCHES, greedy
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
@@ -16,6 +21,9 @@ from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
 
 CPU = torch.device("cpu")
+compiler, fresh, lesser, no_compiler = (
+    getattr(test_attend, name) for name in ("compiler", "fresh", "lesser", "no_compiler")
+)
 Made = tuple[Tensor, list[Codes]]  # values ``[E, rows, columns]``, and the codes that they come from
 
 
@@ -169,7 +177,7 @@ def check(module: nn.Module, name: str, size: str, dtype: torch.dtype, tokens: i
 
 
 @pytest.fixture
-def fast(compiler: None) -> bool:  # noqa: F811
+def fast(compiler: None) -> bool:
     """True on processors that multiply bf16."""
     computed, _ = made(Swiglu(), "bf16", SIZES["odd"], torch.bfloat16)
     return bool(computed._library.experts_fast())
@@ -188,7 +196,98 @@ def test_turned_experts_with_biases_are_exact(tokens: int, fast: bool) -> None:
 
 @pytest.mark.parametrize("module", [Swiglu, Clamped])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_odd_sizes_and_other_types_are_exact(module: Any, dtype: torch.dtype, compiler: None) -> None:  # noqa: F811
+def test_odd_sizes_and_other_types_are_exact(module: Any, dtype: torch.dtype, compiler: None) -> None:
     for name in ("bf16", "mxfp4", "int4 zeros", "fp8 blocks"):
         if name in ("bf16", "mxfp4") or module is Swiglu:
             check(module(), name, "odd", dtype, 5)
+
+
+@pytest.mark.parametrize("lesser", LESSER, indirect=True)
+def test_every_processor_computes_the_same(lesser: None) -> None:
+    for name in ("bf16", "mxfp4", "nvfp4", "int8 zeros", "fp8 blocks"):
+        check(Swiglu(), name, "whole", torch.bfloat16, 5)
+    check(Clamped(), "mxfp4", "whole", torch.bfloat16, 5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_computes_them(threads: int, compiler: None) -> None:
+    for module, name in ((Swiglu(), "int4 groups"), (Clamped(), "mxfp4")):
+        computed, values = made(module, name, SIZES["whole"], torch.bfloat16, threads=threads)
+        for each in (1, 3):  # the memory grows
+            given = call(5, 256, 8, torch.bfloat16, each)
+            result, expected = computed.compute(0, *given).double(), exact(module, values, *given)
+            assert float((result - expected).norm() / expected.norm()) < 1e-2
+
+
+def quantised(name: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Make a small mixture, and return the options with which its experts lie in host memory as released."""
+    kind, _, form = name.partition(" ")
+    save_config(directory, kind, **MIXTURES[kind])
+    if form == "mxfp4":
+        quantized.mxfp4(directory)
+    elif form == "int4":
+        pytest.importorskip("compressed_tensors")
+        quantized.compressed(directory, "int4 groups")
+    elif form == "nvfp4":
+        pytest.importorskip("compressed_tensors")
+        quantized.compressed(directory, "nvfp4")
+    elif form == "fp8":
+        quantized.fp8(directory, (16, 16))
+    return directory, {"weight_codec": "lossless"} if form else {}
+
+
+NAMES = ["gpt_oss mxfp4", "mixtral int4", "mixtral nvfp4", "qwen3_moe fp8", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: Path, compiler: None) -> None:
+    """Steps are computed by the CPU, prompts with experts that come over the link. In float32, since rounding leads
+    tokens to other experts."""
+    directory, options = quantised(name, tmp_path / "m")
+    logits, texts = list[list[Tensor]](), list[Tensor]()
+    for experts in ("on-demand", "cpu"):
+        loaded = load(directory, experts, **options)
+        logits.append(steps(loaded))
+        settings = loaded.effective().settings
+        loaded.clear()
+        texts.append(greedy(loaded, BATCHES[0]))
+        loaded.close()
+    assert settings["cpu_experts"] == "on"
+    assert settings["experts_fetched_per_step"] == 0
+    for expected, actual in zip(*logits, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 1e-4
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_call_of_an_engine_gives_what_the_model_computes(
+    name: str,
+    tmp_path: Path,
+    compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bf16 rounding leads tokens to other experts, so calls are compared one by one."""
+    directory, options = quantised(name, tmp_path / "m")
+    checked, calls = CpuExperts.checked, list[object]()
+
+    def always(self: CpuExperts, kind: object, kernel: Any, plain: Any) -> Tensor | None:
+        self._checked.clear()
+        calls.append(kind)
+        return checked(self, kind, kernel, plain)
+
+    monkeypatch.setattr(CpuExperts, "checked", always)
+    loaded = load(directory, "cpu", dtype="bfloat16", **options)
+    steps(loaded)
+    loaded.clear()
+    greedy(loaded, BATCHES[0])
+    assert loaded.effective().settings["cpu_experts"] == "on"
+    assert len(calls) >= 3 * len(loaded._pool.layers)  # type: ignore[union-attr]
+
+
+def test_without_a_compiler_experts_come_on_demand(no_compiler: None, tmp_path: Path) -> None:
+    directory, _ = quantised("mixtral", tmp_path / "m")
+    expected, loaded = load(directory), load(directory, "cpu")
+    assert all(torch.equal(*step) for step in zip(steps(expected), steps(loaded), strict=True))
+    settings = loaded.effective().settings
+    assert settings["cpu_experts"] == "no C compiler that works here"
+    assert settings["experts_fetched_per_step"] > 0

@@ -329,6 +329,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
         "eager": eager and settings.get("attention") == "eager",
     }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
+    update["cpu_tokens"] = settings.get("cpu_expert_tokens", 0) if settings.get("cpu_experts") == "on" else 0
     if "slot_bytes" in settings:  # without ring buffers the layer buffers themselves are the ring
         layers = 1 if "buffer_bytes" in settings else settings["ring_depth"]
         buffers = settings["ring_depth"] * settings.get("buffer_bytes", 0)

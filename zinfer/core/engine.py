@@ -26,7 +26,7 @@ Codec = Literal["auto", "none", "lossless"]
 KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
-Experts = Literal["auto", "all", "on-demand"]
+Experts = Literal["auto", "all", "on-demand", "cpu"]
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
@@ -129,7 +129,8 @@ class StreamOptions(EngineOptions):
         coerce_numbers_to_str=True,
     )
     experts: Experts = _described(
-        "auto", "Routed experts that cross the link; auto: on-demand where that brings clearly fewer bytes."
+        "auto",
+        "Routed experts that cross the link in short passes; cpu: none, the CPU computes them; auto: the fastest.",
     )
     host_weights: Share = _described(
         "auto", "Weights in host memory with offload nvme: a size, or 40%; auto: all that fit.", title="SIZE"
@@ -152,18 +153,19 @@ class StreamOptions(EngineOptions):
         return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
-        on_demand, in_host = self.experts == "on-demand", self.kv_offload == "cpu"
+        on_demand, in_host = self.experts in ("on-demand", "cpu"), self.kv_offload == "cpu"
+        experts = f"experts={self.experts}"
         clashes = (
             (self.host_weights != "auto" and offload != "nvme", f"host_weights={self.host_weights}",
              f"offload {offload}: it is the part of the weights that host memory keeps with offload nvme"),
-            (on_demand and offload == "nvme", "experts=on-demand",
+            (on_demand and offload == "nvme", experts,
              "offload nvme: layers come from disk with all of their experts; choose from auto, all"),
             (self.gpus > 1 and offload != "cpu", f"gpus={self.gpus}", f"offload {offload}: {_SEVERAL_GPUS}"),
-            (on_demand and self.gpus > 1, "experts=on-demand",
+            (on_demand and self.gpus > 1, experts,
              f"gpus={self.gpus}: experts of a router's choice come to one GPU; choose from auto, all"),
-            (on_demand and offload == "none", "experts=on-demand",
+            (on_demand and offload == "none", experts,
              "offload none: experts cross the link only with offload cpu; choose from auto, all"),
-            (on_demand and self.packed != "auto", "experts=on-demand",
+            (on_demand and self.packed != "auto", experts,
              f"packed={self.packed}: packed layers hold their experts in one piece; choose from auto, all"),
             (in_host and self.kv_cache_dtype == "fp8", "kv_cache_dtype=fp8",
              f"kv_offload={self.kv_offload}: 8 bits in host memory are int8; choose from auto, bf16, int8"),

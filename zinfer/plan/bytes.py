@@ -78,6 +78,7 @@ class Placement(Frozen):
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
     kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded
     wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
+    expert_ratio: float = 1.0  # bytes of an expert that the CPU reads over those of the model's dtype
     layer_buffers: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
@@ -90,6 +91,7 @@ class Placement(Frozen):
     layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
     expert_buffers: int = 0  # buffers between link and layer buffer for single experts
     cached_experts: int = 0  # buffers in addition, for experts that stay
+    cpu_tokens: int = 0  # tokens of a pass up to which the CPU computes experts on demand, so that none comes
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     # Each of several GPUs keeps its part of them only, and gathers them when it needs them; a part of a layer is copied
@@ -124,7 +126,12 @@ class Placement(Frozen):
 
     def chooses(self, tokens: int | None) -> bool:
         """Tell whether a pass of `tokens` tokens (None: a long one) brings only the experts that its routers choose."""
-        return self.experts == "on-demand" and tokens is not None and tokens < self.whole_tokens
+        few = self.experts == "on-demand" and tokens is not None and tokens < self.whole_tokens
+        return few and not self.computes(tokens)
+
+    def computes(self, tokens: int | None) -> bool:
+        """Tell whether the CPU computes the experts of a pass of `tokens` tokens."""
+        return tokens is not None and tokens <= self.cpu_tokens
 
     def from_disk(self, wire: int) -> int:
         """Return the part of a pass's `wire` bytes that comes from disk."""
@@ -165,11 +172,18 @@ class Sizes:
         if self.placement.tier == "gpu":
             return 0
         streamed = self.model.streamed_bytes - self.resident
-        if tokens is not None and self.placement.chooses(tokens):
+        if self.placement.computes(tokens):
+            streamed -= min(streamed, self.model.routed_bytes)
+        elif tokens is not None and self.placement.chooses(tokens):
             model, hits = self.model, self.model.hits("lfu", self.cached_share, tokens)
             missing = round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
             streamed += missing - min(streamed, model.routed_bytes)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
+
+    def touched(self, tokens: int | None) -> float:
+        """Return the bytes of experts that a pass reads, unpacked, where the CPU computes them; else 0."""
+        computes = tokens is not None and self.placement.computes(tokens)
+        return self.model.routed_bytes * self.model.touched_share(tokens or 1) if computes else 0.0
 
     @property
     def reads_codes(self) -> bool:
@@ -188,6 +202,7 @@ class Sizes:
         layers, experts = model.streamed_bytes, 0
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
+            touched = 0.0 if placement.computes(tokens) else touched
             layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
         coded = placement.wire_ratio < 1 and not self.reads_codes
         in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(self.stays, layers)

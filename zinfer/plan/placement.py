@@ -18,7 +18,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
-from zinfer.plan.times import Efficiency, Timing, shipped
+from zinfer.plan.times import RATES, Efficiency, Timing, shipped
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Tuning:
     # expert has at least this many bytes on the wire: its copy and its unpacking take about 20 us of launches.
     fewer_share: float = 0.75
     min_expert_bytes: int = 1 << 20
+    max_cpu_tokens: int = 32  # of a pass whose experts the CPU computes: beyond, experts have too many tokens each
+    min_cpu_tokens: int = 8  # the same where it was asked for
     all_stay_share: float = 0.9  # of the GPU's memory, within which all experts stay: the rest is for KV cache
     unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
     assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
@@ -297,6 +299,8 @@ class Placer:
         native_format = kind and kind.native_formats.get(case.weights)
         native_ratio = native_format and native_format * 2 / model.dtype_bytes
         wire_ratio = native_ratio or (wire_ratio if self._coded else 1.0)
+        if options.experts == "cpu" and self._chooses and self._coded:  # which reads experts as released
+            wire_ratio += (model.stored_ratio - wire_ratio) * model.routed_bytes / model.streamed_bytes
         # DeepSpeed unpacks float16 by an extension of its own.
         traffic = kind.unpack_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
         quantised = model.stored_ratio < 1 and not model.fp8_ratio and self._coded
@@ -330,7 +334,8 @@ class Placer:
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
         if transport.fetched == "chunks" and self._experts_on_demand:
-            update |= self._expert_buffers(depth) | {"graphs": False}  # the CPU gets to know each choice
+            update |= self._expert_buffers(depth) | {"cpu_tokens": self._cpu_tokens, "expert_ratio": model.stored_ratio}
+            update["graphs"] = bool(update.get("graphs") and self._cpu_tokens)  # else the CPU gets to know each choice
         elif transport.fetched == "chunks":
             ring = depth * Sizes(base, model).chunk if self.machine.gpu_count else 0
             update |= {"layer_buffers": 1 + ring / model.layer_bytes, "ring_depth": depth}
@@ -357,13 +362,41 @@ class Placer:
         stay = {"resident_layers": layers, "resident_bytes": _sum(self._streamed_sizes(placement), layers)}
         return placement.model_copy(update=stay)
 
+    @property
+    def _chooses(self) -> bool:
+        """True if experts that routers choose can cross the link alone."""
+        one_link = self.options.gpus == 1 and self.case.offload == "cpu"
+        return bool(one_link and self.model.num_experts > 1 and self.model.expert_bytes)
+
+    @cached_property
+    def _cpu_tokens(self) -> int:
+        """Maximum tokens of a pass whose experts the CPU computes; 0 if the link brings them sooner.
+
+        With ``auto`` it is 0 unless experts lie in host memory as released: others take fewer bytes on the link, coded.
+        """
+        model, machine, asked = self.model, self.machine, self.options.experts == "cpu"
+        released = model.stored_ratio < 1 and not model.fp8_ratio and machine.gpu_count and self._coded
+        if self.options.experts not in ("auto", "cpu") or not self._experts_on_demand or not (asked or released):
+            return 0
+        update = {"experts": "on-demand", "expert_ratio": model.stored_ratio, "cpu_tokens": TUNING.max_cpu_tokens}
+        timing, limit = self._timing(self._base.model_copy(update=update)), TUNING.max_cpu_tokens
+
+        def faster(tokens: int) -> bool:
+            cpu, link = timing.cpu_experts_s(tokens), machine.h2d_bandwidth
+            each = RATES.expert_s if tokens < whole_tokens(model) else 0.0  # seconds to launch an expert's copy
+            touched = model.routed_bytes * model.touched_share(tokens)
+            over_link = touched * self._base.wire_ratio / link + each * touched / model.expert_bytes if link else inf
+            return 0 < cpu < over_link
+
+        found = next((tokens for tokens in range(limit, 0, -1) if faster(tokens)), 0)
+        return max(found, TUNING.min_cpu_tokens) if asked else found
+
     @cached_property
     def _experts_on_demand(self) -> bool:
         """True if only experts that routers choose cross the link."""
         options, model, wire_ratio = self.options, self.model, self._base.wire_ratio
-        able = options.gpus == 1 and self.case.offload == "cpu" and model.num_experts > 1 and model.expert_bytes
-        if options.experts != "auto" or not able:
-            return bool(options.experts != "all" and able)
+        if options.experts != "auto" or not self._chooses:
+            return options.experts != "all" and self._chooses
         packed = getattr(self.engine_options, "packed", "auto") != "auto"
         step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
         fewer = step <= TUNING.fewer_share * model.streamed_bytes

@@ -26,7 +26,9 @@ from zinfer.core.units import counted
 from zinfer.core.value import Frozen
 from zinfer.plan.bytes import Placement, Sizes
 
-Bound = Literal["link", "hbm", "unpacking", "compute", "gather", "host memory", "cpu attention", "nvme", "launch"]
+Bound = Literal[
+    "link", "hbm", "unpacking", "compute", "gather", "host memory", "cpu attention", "cpu experts", "nvme", "launch"
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class Rates:
     # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
+    # Experts on the CPU: seconds of a layer's host function and copies, and FLOPs a second of a core on 4-bit codes:
+    # a prototype with gpt-oss-120b and Mixtral on 16 cores. Cores of a machine that was not probed; and the CPU's rate
+    # over that of a copy in host memory, where the former is not known.
+    cpu_layer_s: float = 60e-6
+    core_flops: float = 40e9
+    assumed_cores: int = 16
+    cpu_reads: float = 0.6
     eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
     codes_rate: float = 0.72  # of GPU memory, where products read codes: experts of gpt-oss-120b and Mixtral
@@ -177,7 +186,7 @@ class Timing:
             host_kv=self._sizes.host_kv(batch_size, context),
             ready=ready,
             tokens=tokens,
-            launched=not placement.graphs or drafts > 0,
+            launched=not placement.graphs or drafts > 0 or 0 < placement.cpu_tokens < tokens,
             kv_copies=kv_copies,
         )
         return self._pass(work)
@@ -215,6 +224,17 @@ class Timing:
             if times.seconds is not None and shortest is not None and times.seconds < shortest:
                 best, shortest = fewer.placement, times.seconds
         return best
+
+    def cpu_experts_s(self, tokens: int | None) -> float:
+        """Return the seconds in which the CPU computes a pass's experts; 0 if the GPU does, or no rate is known."""
+        machine, model, touched = self.machine, self.model, self._sizes.touched(tokens)
+        if not touched or tokens is None or (rate := cpu_reading_rate(machine)) is None:
+            return 0.0
+        cores = machine.details.get("host", {}).get("cores") or RATES.assumed_cores
+        pairs = tokens * model.experts_per_token / model.num_experts
+        flops = 2 * model.routed_bytes / model.dtype_bytes * pairs / (cores * RATES.core_flops)
+        layers = sum(layer.expert_parameters > 0 for layer in model.layers)
+        return layers * RATES.cpu_layer_s + max(touched * self.placement.expert_ratio / rate, flops)
 
     def attention_bytes(self, kv: float) -> float:
         """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
@@ -286,7 +306,7 @@ class Timing:
         """
         placement, model, sizes = self.placement, self.model, self._sizes
         embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
-        read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0)
+        read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0) - sizes.touched(work.tokens)
         if self.efficiency.perfect:
             return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
         if not sizes.reads_codes:
@@ -319,6 +339,7 @@ class Timing:
         weights = max(0, streamed - work.ready)
         from_disk = placement.from_disk(weights)
         from_host = weights + work.host_kv + from_disk  # what comes from disk is written to host memory first
+        from_host += round(self._sizes.touched(work.tokens) * placement.expert_ratio)
         if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory
             limits["host memory"] = from_host / machine.host_bandwidth
         if placement.tier == "nvme":
@@ -357,6 +378,9 @@ class Timing:
         # their weights before they are busy.
         computing = limits["hbm"] + limits["compute"] if model.num_experts else max(limits["hbm"], limits["compute"])
         queue = unpacking + computing + kernels
+        if cpu_experts := self.cpu_experts_s(tokens):  # the GPU waits for them in each layer
+            limits["cpu experts"] = cpu_experts
+            queue += cpu_experts
         cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
         if work.host_kv and placement.kv_on_cpu and cpu is not None:
             # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
@@ -372,7 +396,7 @@ class Timing:
         if placement.divided and gather and link + gather > seconds:
             seconds, bound = link + gather, "gather" if gather > link else "link"
         if queue > seconds:
-            parts: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
+            parts: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch", "cpu experts")
             seconds, bound = queue, max(parts, key=lambda name: limits.get(name, 0.0))
         if unpacked and unpacking and machine.gpu_count and not (chooses or placement.kv_on_cpu):
             late = queue + self._late_s(queue, unpacking, copying, over_link, work.kv_copies)
@@ -433,6 +457,12 @@ class Timing:
         """Return the seconds in which the GPU unpacks bytes; uncoded ones are copied: read and written."""
         share = self.efficiency.unpack_share if self.placement.wire_ratio < 1 else 1 / 2
         return unpacked / (share * (self.machine.hbm_bandwidth or inf))
+
+
+def cpu_reading_rate(machine: Machine) -> float | None:
+    """Return the bytes a second that CPUs read of host memory as they compute; None if unknown."""
+    copied = machine.host_bandwidth and RATES.cpu_reads * machine.host_bandwidth
+    return machine.attention_rate(1) or copied
 
 
 def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eager: bool) -> int:

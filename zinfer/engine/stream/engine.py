@@ -158,7 +158,7 @@ class Stream(SharedPasses):
             if loader.late is None:
                 ring.arrive(number)
         if source.experts and isinstance(source, MemorySource):
-            self._pool = ExpertPool(source, self.device, ring)
+            self._pool = ExpertPool(source, self.device, ring, self.plan.placement.cpu_tokens)
             self._opened.callback(self._pool.close)
             for number, module in experts.items():
                 self._pool.attach(number, module)
@@ -183,7 +183,7 @@ class Stream(SharedPasses):
     def _on_demand(self, state: ModelState) -> dict[int, Experts]:
         """Return the routed experts that come on demand, by layer. With option ``auto`` there are none where they
         cannot, and the plan is made anew. Raises EngineError if they were asked for."""
-        asked, model = self.options.experts == "on-demand", self.plan.model
+        asked, model = self.options.experts in ("on-demand", "cpu"), self.plan.model
         if self.plan.placement.experts == "all" and not asked:
             return {}
         experts = experts_of(self._layers, state, model.num_experts > 0)

@@ -163,8 +163,9 @@ class SharedPasses(Decoder[StreamBatch]):
             return None
         streamed = ring is not None and bool(ring.streamed)
         by_layer = streamed and alone and self.one_pass and all(map(self._ragged.takes, parts))
-        chosen = self._pool is not None and not self._pool.stays(sum(part.token_ids.numel() for part in parts))
-        if chosen or (streamed and (not by_layer or self._pool is not None)):
+        pool, tokens = self._pool, sum(part.token_ids.numel() for part in parts)
+        brought = pool is not None and not pool.computes(tokens)
+        if (brought and not pool.stays(tokens)) or (streamed and (not by_layer or brought)):  # type: ignore[union-attr]
             why_not: str | None = "weights cross the link"
         elif any(batch.host_rows for batch in self.batches):
             why_not = "keys and values are in host memory"
@@ -178,6 +179,7 @@ class SharedPasses(Decoder[StreamBatch]):
     def _record(self, parts: Sequence[Part[StreamBatch]], by_layer: bool) -> Tensor:
         if not by_layer:
             return self._graphs.forward(parts, partial(self._eager, parts))
+        self._begin_pass(parts)
         with self._ring_pass():
             return self._graphs.forward(parts, partial(self._joined, parts), by_layer=True)
 
@@ -226,7 +228,7 @@ class SharedPasses(Decoder[StreamBatch]):
         """Have experts come as the number of the pass's tokens demands."""
         if self._pool is not None:
             tokens = sum(part.token_ids.numel() for part in parts)
-            self._pool.begin(tokens >= self.plan.placement.whole_tokens)
+            self._pool.begin(tokens >= self.plan.placement.whole_tokens, self._pool.computes(tokens))
 
     def _attention_of(self, parts: Sequence[Part[StreamBatch]]) -> str | None:
         """Return the name of the attention function for a pass; None is the model's own.

@@ -53,7 +53,7 @@ class _Matrix(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "count", "rows", "columns", "row_bytes", "height", "width", "down", "across",
         )),
-        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "turned", "fast")),
+        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "inner", "turned", "fast", "unused")),
     ]  # fmt: skip
 
 
@@ -229,8 +229,8 @@ def matrix(
         if len(coded) < len(layouts) or any(layout.order for layout in coded):
             raise Unsupported("experts that are coded, or whose columns have an order of their own")
         first = coded[0]
-        form = {(each.bits, each.table, each.block, each.grid[1], each.scale_dtype, each.scale_table, each.zeros,
-                 each.grid[0] > 1) for each in coded}  # fmt: skip
+        names = "bits", "table", "block", "scale_dtype", "scale_table", "zeros", "inner"
+        form = {(*(getattr(each, name) for name in names), each.grid[1], each.grid[0] > 1) for each in coded}
         if len(form) > 1 or len({tuple(chunk.place - e[0].place for chunk in e) for e in chunks}) > 1:
             raise Unsupported("experts of several formats")
         whole = all(each.grid[0] == -(-each.rows // each.block[0]) for each in coded)
@@ -240,6 +240,7 @@ def matrix(
         made.height, made.width = (first.block[0] if whole else 1), first.block[1]
         made.down, made.across = max(each.grid[0] for each in coded), first.grid[1]
         made.kind = _KINDS["e4m3" if first.table == "e4m3" else f"codes{first.bits}"]
+        made.inner = _TYPES.index(first.inner)
         made.scale_kind = _KINDS[first.scale_table] if first.scale_table else _TYPES.index(first.scale_dtype)
         values = table(first.table, torch.device("cpu")).tolist()
         made.table = (ctypes.c_float * len(values))(*values)

@@ -40,13 +40,14 @@ typedef struct {
 } part;
 
 /* A matrix of all experts: `count` parts of each. `columns` are those stored; a scale is for `height` rows and `width`
-   columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes. */
+   columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes;
+   a value is rounded to the type `inner`, but for fast products, which are exact. */
 typedef struct {
     const part *parts;
     const void *const *bias; /* of each expert, of the type of states; NULL: none */
     const float *table;
     int64_t count, rows, columns, row_bytes, height, width, down, across;
-    int32_t kind, scale_kind, turned, fast;
+    int32_t kind, scale_kind, inner, turned, fast, unused;
 } matrix;
 
 /* Experts of a layer. A gate is gate * sigmoid(alpha * gate) * (up + offset), both limited. */
@@ -164,7 +165,7 @@ static void unpack(const matrix *m, const part *p, int64_t row, float *out) {
     for (int64_t g = 0; g < groups; g++) {
         const float scale = scales[g], zero = p->zeros ? zeros[g] : 0;
         const int64_t end = (g + 1) * width < m->columns ? (g + 1) * width : m->columns;
-        for (int64_t c = g * width; c < end; c++) out[c] = (out[c] - zero) * scale;
+        for (int64_t c = g * width; c < end; c++) out[c] = rounded(m->inner, (out[c] - zero) * scale);
     }
 }
 

@@ -7,12 +7,14 @@ a pool. They are unpacked into a layer buffer, in which each expert has its plac
 computes: it reads the places of the chosen experts and no others (`zinfer.engine.stream.experts.modules`).
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
-any router. Buffers that hold experts of earlier passes are the cache.
+any router. Buffers that hold experts of earlier passes are the cache. In a pass of few tokens the CPU may compute them
+instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link.
 """
 
 import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from zinfer.core.case import Option, spread
 from zinfer.engine.pinned import ALIGNMENT
+from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
@@ -129,10 +132,12 @@ class ExpertPool:
     that the first ones are unpacked while the last ones come. The rules of `zinfer.engine.stream.weights.ring` hold
     here, too: a part of a buffer is read behind its event `arrived`; a buffer is written behind its event `freed`,
     recorded behind its last read; and a copy into it is issued only once that has been recorded, since only then it is
-    free."""
+    free. The CPU computes the experts of passes of up to `cpu_tokens` tokens, if it can."""
 
-    def __init__(self, source: MemorySource, device: torch.device, ring: PrefetchRing) -> None:
+    def __init__(self, source: MemorySource, device: torch.device, ring: PrefetchRing, cpu_tokens: int = 0) -> None:
         self.layers = layers = source.experts
+        self._cpu = CpuExperts(source.memory, device, cpu_tokens) if cpu_tokens else None
+        self._computing = False  # the CPU computes the experts of the pass under way
         self.counts = ExpertCounts()
         self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
         self.scanning = False  # the pass under way brings all experts in order
@@ -167,6 +172,10 @@ class ExpertPool:
         """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay."""
         self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
+    def computes(self, tokens: int) -> bool:
+        """Tell whether the CPU computes the experts of passes of `tokens` tokens; no code of ours runs then."""
+        return self._cpu is not None and self._cpu.status == "on" and tokens <= self._cpu.tokens
+
     def stays(self, tokens: int) -> bool:
         """Tell whether passes of `tokens` tokens need nothing of the host. All experts stay then, and the device alone
         learns which are chosen."""
@@ -186,6 +195,7 @@ class ExpertPool:
             "expert_buffer_bytes": self.buffer_bytes,
             "expert_cache": "lfu",
             "cached_experts": self.cached,
+            **({} if self._cpu is None else {"cpu_experts": self._cpu.status, "cpu_expert_tokens": self._cpu.tokens}),
             **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in ("fetched", "hits", "misses")},
         }
 
@@ -195,7 +205,9 @@ class ExpertPool:
         return sum(self.layers[layer].experts[expert].size for layer, expert in self._cache)
 
     def attach(self, layer: int, experts: Experts) -> None:
-        """Make a layer's experts views of the layer buffer. Those chosen come before they compute."""
+        """Make a layer's experts views of the layer buffer. Those chosen come before they compute, or the CPU does."""
+        if self._cpu is not None:
+            self._cpu.attach(layer, self.layers[layer], experts)
         blocks = self.layers[layer].blocks
         for name, entry in experts.weights.items():
             entry.put(blocks[name].view(self.layer_buffer))
@@ -203,8 +215,16 @@ class ExpertPool:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = list(signature.bind(experts.module, *args, **kwargs).arguments.values())[1:]
-            self.bring(layer, given[1])
-            return computed(*args, **kwargs)
+
+            def on_device() -> Any:
+                self.bring(layer, given[1])
+                return computed(*args, **kwargs)
+
+            if self._cpu is None or not self._computing or not self._cpu.takes(layer, *given):
+                return on_device()
+            kind = type(experts.module), given[0].dtype
+            output = self._cpu.checked(kind, partial(self._cpu.compute, layer, *given), on_device)
+            return on_device() if output is None else output
 
         experts.module.forward = forward
         self._attached.append(experts.module)
@@ -231,18 +251,20 @@ class ExpertPool:
         self._free.extend(range(count))
         self._spread = frozenset(self._keys[index] for index in spread(cached, len(self._keys)))
 
-    def begin(self, scanning: bool) -> None:
-        """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
-        self.scanning = scanning
+    def begin(self, scanning: bool, computing: bool = False) -> None:
+        """Begin a pass; with `scanning` it brings all experts of all layers, in order. With `computing` the CPU
+        computes them."""
+        self.scanning, self._computing = scanning and not computing, computing
+        scanning = self.scanning
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
-        self._ring.holds = frozenset() if scanning else frozenset(self.layers)
+        self._ring.holds = frozenset() if scanning or computing else frozenset(self.layers)
         self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
             self._ahead = iter(self._keys)
             self._issue()
-        else:
+        elif not computing:
             self._cache.next_pass()
 
     def bring(self, layer: int, chosen: Tensor) -> None:
@@ -272,6 +294,8 @@ class ExpertPool:
 
     def close(self) -> None:
         self._queues.finish()
+        if self._cpu is not None:
+            self._cpu.close()
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []

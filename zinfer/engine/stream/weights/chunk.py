@@ -147,7 +147,7 @@ def pack(
     one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in the layer
     buffer; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
     one. `gpus` copy the layer together. Of a layer that is `mostly` quantised the rest is not encoded: that would save
-    a per cent of its bytes, and cost each pass the decoding where it stays. If `plain`, nothing is: the CPU reads it."""
+    a per cent of its bytes, and cost each pass the decoding where it stays. If `plain`, nothing is."""
     coded, mostly = coded or {}, mostly or plain
     large = {name: tensor for name, tensor in tensors.items() if not mostly and codec.worth_coding(tensor)}
     others = {name: tensor for name, tensor in tensors.items() if name not in large}

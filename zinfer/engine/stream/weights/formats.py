@@ -131,7 +131,8 @@ def encode_chunks(
     codes: Codes, dtype: torch.dtype, max_bytes: int, offset: int = 0, plain: bool = False
 ) -> list[tuple[CodesLayout, Tensor]]:
     """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `offset` is the
-    matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on. If `plain`, none is coded."""
+    matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on.
+    None is coded if `plain`."""
     step, chunks = max(1, max_bytes // (codes.columns * dtype.itemsize)), list[tuple[CodesLayout, Tensor]]()
     if codes.scales.shape[0] > 1:  # whole blocks of scales
         step = max(1, step // codes.block[0]) * codes.block[0]

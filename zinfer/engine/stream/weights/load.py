@@ -72,7 +72,8 @@ class Loader:
         self.loading = self._early  # until `finish`
         state = state.apart() if self._early else state
         self._state, self._pin, lossless = state, device.type == "cuda", plan.placement.codec == "lossless"
-        self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus)
+        plain = plan.placement.cpu_tokens > 0  # the CPU reads experts as released
+        self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus, plain)
         self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
         self._resident: dict[int, Tensor] = {}  # bytes of these layers, on the device
         self._resident_bytes = 0  # of all ranks together

@@ -123,7 +123,7 @@ class Packing:
         """Load the model, and yield each packed layer once it is whole. Yields its number, chunks, experts and memory,
         in any order. `memory_of` names the memory that a layer is packed into. Entries outside the layers are copied to
         `resident`, by name, or skipped if that is None."""
-        packers = dict[int, tuple[Codec, AnyMemory]]()
+        packers, coding = dict[int, tuple[Codec, AnyMemory]](), (self.device, self.plain)
         missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
         for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):
             if index is None:
@@ -133,8 +133,7 @@ class Packing:
             if index not in packers:
                 entries, memory = self.state.of_layer(index), memory_of(index)
                 missing[index], given = set(entries), (entries, self.experts.get(index), memory, self.gpus)
-                packer = Lossless(*given, self.device, self.plain) if self.lossless else Identity(*given)
-                packers[index] = packer, memory
+                packers[index] = Lossless(*given, *coding) if self.lossless else Identity(*given), memory
             for name, tensor in group:
                 packers[index][0].add(name, tensor)
                 missing[index].discard(name)

@@ -13,11 +13,14 @@ from tests import quantized, test_attend
 from tests.checkpoints import save_config
 from tests.test_attend import LESSER
 from tests.test_experts import MIXTURES, load, steps
+from tests.test_graphs import Rerun, tune
 from tests.test_parity import BATCHES, greedy
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
+from zinfer.engine.stream import graphs
 from zinfer.engine.stream.experts.cpu import CpuExperts
+from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
 
 CPU = torch.device("cpu")
@@ -220,7 +223,7 @@ def test_any_number_of_threads_computes_them(threads: int, compiler: None) -> No
 
 
 def quantised(name: str, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Make a small mixture, and return the options with which its experts lie in host memory as released."""
+    """Make a small mixture. Also return options with which its experts lie in host memory as released."""
     kind, _, form = name.partition(" ")
     save_config(directory, kind, **MIXTURES[kind])
     if form == "mxfp4":
@@ -241,7 +244,7 @@ NAMES = ["gpt_oss mxfp4", "mixtral int4", "mixtral nvfp4", "qwen3_moe fp8", "qwe
 
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: Path, compiler: None) -> None:
-    """Steps are computed by the CPU, prompts with experts that come over the link. In float32, since rounding leads
+    """The CPU computes steps; the experts of prompts cross the link. In float32, since rounding leads
     tokens to other experts."""
     directory, options = quantised(name, tmp_path / "m")
     logits, texts = list[list[Tensor]](), list[Tensor]()
@@ -266,7 +269,7 @@ def test_every_call_of_an_engine_gives_what_the_model_computes(
     compiler: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In bf16 rounding leads tokens to other experts, so calls are compared one by one."""
+    """Calls are compared one by one: in bf16 rounding leads tokens to other experts."""
     directory, options = quantised(name, tmp_path / "m")
     checked, calls = CpuExperts.checked, list[object]()
 
@@ -282,6 +285,32 @@ def test_every_call_of_an_engine_gives_what_the_model_computes(
     greedy(loaded, BATCHES[0])
     assert loaded.effective().settings["cpu_experts"] == "on"
     assert len(calls) >= 3 * len(loaded._pool.layers)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("share", "status"), [("100%", "on"), ("0%", BY_LAYER)])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_steps_are_recorded_with_their_experts(
+    name: str, share: str, status: str, tmp_path: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such steps wait for no choice. Other weights may cross the link."""
+    directory, _ = quantised(name, tmp_path / "m")
+    expected = load(directory, share=share)
+    texts = list[Tensor]()
+    for lengths in (*BATCHES, BATCHES[0]):
+        expected.clear()
+        texts.append(greedy(expected, lengths))
+    recorder = Rerun()
+    monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
+    tune(monkeypatch, bucket=4)
+    loaded = load(directory, "cpu", share)
+    for lengths, text in zip((*BATCHES, BATCHES[0]), texts, strict=True):
+        loaded.clear()
+        assert torch.equal(greedy(loaded, lengths), text)
+    settings = loaded.effective().settings
+    assert (settings["cuda_graphs"], settings["cpu_experts"]) == (status, "on")
+    assert recorder.replayed > 8
+    assert loaded._pool is not None
+    assert not loaded._pool.scanning
 
 
 def test_without_a_compiler_experts_come_on_demand(no_compiler: None, tmp_path: Path) -> None:

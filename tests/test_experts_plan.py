@@ -126,6 +126,44 @@ def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
     assert Sizes(raw, MIXTRAL).unpacked(200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
 
 
+def test_the_cpu_computes_experts_where_it_reads_them_sooner_than_the_link() -> None:
+    released = resolve.resolve("gpt-oss-120b", None, None)
+
+    def tokens(model: ModelSpec = released, way: str = "auto", **rates: Any) -> int:
+        return plan(1, model, "0%", H100.model_copy(update=rates), experts=way).placement.cpu_tokens
+
+    assert tokens() == tokens(way="cpu") == TUNING.max_cpu_tokens
+    assert tokens(way="on-demand") == tokens(way="all") == 0
+    assert tokens(attention_bandwidth=2e9) == tokens(attention_bandwidth=None, host_bandwidth=None) == 0
+    assert tokens(attention_bandwidth=2e9, way="cpu") == TUNING.min_cpu_tokens
+    assert 0 < tokens(resolve.resolve("mixtral-8x7b", None, None, "int4")) < TUNING.max_cpu_tokens, "many tokens each"
+    assert tokens(MIXTRAL) == 0 < tokens(MIXTRAL, "cpu"), "coded experts take fewer bytes on the link"
+
+
+def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_are_read() -> None:
+    released = resolve.resolve("gpt-oss-120b", None, None)
+    good, dense = Efficiency(), released.streamed_bytes - released.routed_bytes
+    for batch_size in (1, 8, 33):
+        cpu, link = (plan(batch_size, released, "0%", efficiency=good, experts=way) for way in ("cpu", "on-demand"))
+        computes = batch_size <= TUNING.max_cpu_tokens
+        assert cpu.placement.computes(batch_size) is computes
+        if not computes:
+            assert cpu.streamed_bytes == link.streamed_bytes
+            assert cpu.step_s == pytest.approx(link.step_s)
+            continue
+        assert cpu.streamed_bytes == pytest.approx(dense * cpu.placement.wire_ratio, rel=1e-6)
+        touched = released.routed_bytes * released.touched_share(batch_size) * released.stored_ratio
+        read_s = touched / (H100.attention_bandwidth or 0) + 36 * RATES.cpu_layer_s
+        assert cpu.bound_by == "cpu experts"
+        assert read_s < (cpu.step_s or 0) < 1.3 * read_s
+        assert (cpu.step_s or 1) < 0.6 * (link.step_s or 0)
+        assert cpu.prefill_s == pytest.approx(link.prefill_s, rel=0.1)
+        limit = plan(batch_size, released, "0%", experts="cpu").step_s or 0
+        assert touched / H100.at_peak().host_bandwidth <= limit <= (cpu.step_s or 0)  # type: ignore[operator]
+    coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
+    assert plain.host.weights > 1.4 * coded.host.weights, "the CPU reads bf16 as released"
+
+
 @pytest.mark.parametrize("batch_size", [1, 160])
 def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     small = H100.model_copy(update={"gpu_bytes": 40 << 30})

@@ -130,7 +130,7 @@ class Placement(Frozen):
         return few and not self.computes(tokens)
 
     def computes(self, tokens: int | None) -> bool:
-        """Tell whether the CPU computes the experts of a pass of `tokens` tokens."""
+        """Tell whether the CPU computes the experts of such a pass."""
         return tokens is not None and tokens <= self.cpu_tokens
 
     def from_disk(self, wire: int) -> int:
@@ -181,7 +181,7 @@ class Sizes:
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
 
     def touched(self, tokens: int | None) -> float:
-        """Return the bytes of experts that a pass reads, unpacked, where the CPU computes them; else 0."""
+        """Return the bytes of experts, unpacked, that the CPU computes with; 0 if the GPU does."""
         computes = tokens is not None and self.placement.computes(tokens)
         return self.model.routed_bytes * self.model.touched_share(tokens or 1) if computes else 0.0
 

@@ -460,7 +460,7 @@ class Timing:
 
 
 def cpu_reading_rate(machine: Machine) -> float | None:
-    """Return the bytes a second that CPUs read of host memory as they compute; None if unknown."""
+    """Return the rate at which CPUs read host memory; None if unknown."""
     copied = machine.host_bandwidth and RATES.cpu_reads * machine.host_bandwidth
     return machine.attention_rate(1) or copied
 

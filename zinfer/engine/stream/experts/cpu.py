@@ -74,8 +74,8 @@ class _Call(ctypes.Structure):
 
 
 class CpuExperts(CheckedKernel):
-    """Experts of `layers`, whose bytes are in `memory`, for calls of up to `tokens` tokens. Results go to `device`;
-    `threads` of the CPU compute them, by default nearly all."""
+    """Experts that the CPU computes. Their bytes are in `memory`; calls have up to `tokens` tokens. Results go to
+    `device`; `threads` compute them, by default one on nearly every core. `status` is ``on``, or why none does."""
 
     status: str
 
@@ -200,7 +200,7 @@ def _layer(up: _Matrix, down: _Matrix, experts: int, dtype: torch.dtype, gate: G
 
 
 def _chunks_of(expert: PackedExpert, block: TensorPlace, number: int, packed: PackedExperts) -> list[Chunk]:
-    """Return the chunks of an expert's part of a weight, in the order of their rows."""
+    """Return the chunks of an expert's part of a weight, by row."""
     stride = block.size // len(packed.experts)
     first = block.offset + number * stride
     chunks = [chunk for chunk in expert.chunks if first <= chunk.place < first + stride]

@@ -110,8 +110,8 @@ def pack_experts(
     memory: Memory,
     plain: bool = False,
 ) -> PackedExperts:
-    """Append a layer's experts to `memory`, encoded where that shrinks them, unless `plain`. `tensors` and `coded` are
-    their stacked weights, as `zinfer.engine.stream.weights.chunk.pack` takes them."""
+    """Append a layer's experts to `memory`, encoded where that shrinks them. `tensors` and `coded` are their stacked
+    weights, as `zinfer.engine.stream.weights.chunk.pack` takes them; if `plain`, none is encoded."""
 
     def chunks_of(name: str, number: int) -> Iterable[Chunk]:
         if name not in coded:

@@ -22,6 +22,7 @@ from zinfer.engine.stream import graphs
 from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
+from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
 compiler, fresh, lesser, no_compiler = (
@@ -257,6 +258,7 @@ def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: P
         loaded.close()
     assert settings["cpu_experts"] == "on"
     assert settings["experts_fetched_per_step"] == 0
+    assert settings["experts_on_cpu_per_step"] > 0
     for expected, actual in zip(*logits, strict=True):
         assert float((actual - expected).norm() / expected.norm()) < 1e-4
     assert torch.equal(*texts)
@@ -303,12 +305,13 @@ def test_steps_are_recorded_with_their_experts(
     monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
     tune(monkeypatch, bucket=4)
     loaded = load(directory, "cpu", share)
-    for lengths, text in zip((*BATCHES, BATCHES[0]), texts, strict=True):
+    for rows, text in zip((*BATCHES, BATCHES[0]), texts, strict=True):
         loaded.clear()
-        assert torch.equal(greedy(loaded, lengths), text)
+        assert torch.equal(greedy(loaded, rows), text)
     settings = loaded.effective().settings
     assert (settings["cuda_graphs"], settings["cpu_experts"]) == (status, "on")
     assert recorder.replayed > 8
+    assert not_as_asked(loaded.plan.case, loaded.effective()) is None, "a step that brings nothing did what was asked"
     assert loaded._pool is not None
     assert not loaded._pool.scanning
 

@@ -307,8 +307,10 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
         resident = case.engine == "stream" and case.offload == "none" and point.effective is not None
         if resident and "cuda_graphs" not in settings:
             continue
-        # Plans do not count what the CPU computed, nor what this kernel gained.
-        if settings.get("experts_on_cpu_per_step", 0) > 0 or dict(case.options).get("experts_kernel") == "off":
+        # Plans do not count what the CPU computed by torch, nor what this kernel gained.
+        if (settings.get("experts_on_cpu_per_step", 0) > 0 and "cpu_experts" not in settings) or dict(case.options).get(
+            "experts_kernel"
+        ) == "off":
             continue
         if (model := model_of(case.model, case.dtype, case.layers, case.weights)) is not None:
             usable.append(FitPoint(point, model, machine, _recorded_placement(point, model, machine)))

@@ -83,6 +83,7 @@ class CpuExperts(CheckedKernel):
         self._library = library(SOURCE)
         super().__init__("on" if self._library else "no C compiler that works here", "the model's own experts")
         self.tokens, self._memory, self._device = tokens, memory, device
+        self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(len(os.sched_getaffinity(0)))
         self._layers: dict[int, _Layer] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
@@ -113,9 +114,9 @@ class CpuExperts(CheckedKernel):
     def compute(self, layer: int, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Queue the experts of a layer; return their sum ``[tokens, H]``. Takes hidden states ``[tokens, H]``, numbers
         of the chosen experts and their weights, ``[tokens, k]`` each. Nothing waits for the device."""
-        count, each = chosen.shape
-        host_states, host_chosen, host_weights, host_out, _ = self._memory_for(each)
-        call = self._call(layer, count, each)
+        count, self.each = chosen.shape
+        host_states, host_chosen, host_weights, host_out, _ = self._memory_for(self.each)
+        call = self._call(layer, count, self.each)
         sent = (host_states, states), (host_chosen, chosen.long()), (host_weights, weights.float())
         for host, tensor in sent:
             host[: tensor.numel()].view(tensor.shape).copy_(tensor.contiguous(), non_blocking=True)

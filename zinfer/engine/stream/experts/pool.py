@@ -120,6 +120,7 @@ class ExpertCounts(NamedTuple):
     fetched: int = 0  # copies
     hits: int = 0  # needs that the cache met; none in a pass that brings all experts
     misses: int = 0
+    on_cpu: int = 0  # choices of tokens that the CPU computed
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
@@ -170,7 +171,10 @@ class ExpertPool:
 
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
         """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay."""
-        self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
+        if self._cpu is not None and self.computes(tokens):
+            self.steps.append(ExpertCounts(on_cpu=tokens * self._cpu.each * len(self.layers)))
+        else:
+            self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
     def computes(self, tokens: int) -> bool:
         """Tell whether the CPU computes the experts of passes of `tokens` tokens; no code of ours runs then."""
@@ -189,6 +193,7 @@ class ExpertPool:
     @property
     def settings(self) -> dict[str, Option]:
         """Buffers, and counts of experts in a decode step, for the record."""
+        names = ["fetched", "hits", "misses", *(["on_cpu"] if self._cpu is not None else [])]
         return {
             "experts": "on-demand",
             "expert_buffers": self.staging,
@@ -196,7 +201,7 @@ class ExpertPool:
             "expert_cache": "lfu",
             "cached_experts": self.cached,
             **({} if self._cpu is None else {"cpu_experts": self._cpu.status, "cpu_expert_tokens": self._cpu.tokens}),
-            **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in ("fetched", "hits", "misses")},
+            **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in names},
         }
 
     @property

@@ -265,7 +265,8 @@ def _is_fast(made: _Matrix, parts: Sequence[_Part]) -> bool:
         return four and plain and grouped and made.across == made.columns and made.columns % LANE_COLUMNS == 0
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
     known = four or integers or made.kind in (_KINDS["e4m3"], _TYPES.index(torch.bfloat16))
-    groups = made.across == 1 or made.width % LANE_COLUMNS == 0 or (four and made.width in (16, 32))
+    widths = [LANE_COLUMNS << power for power in range(16)] + ([16, 32] if four else [])
+    groups = made.across == 1 or made.width in widths
     return known and groups and made.columns % LANE_COLUMNS == 0
 
 

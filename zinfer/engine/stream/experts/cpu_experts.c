@@ -25,6 +25,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define CHUNK 64          /* columns, or outputs of a turned matrix, that registers hold at a time */
 #define TOGETHER 4        /* tokens that share unpacked codes */
+#define PAIR 2            /* rows of outputs at a time */
 #define ITEM (64 << 10)   /* bytes of codes that a thread takes at a time */
 #define SHARES 4          /* parts of turned matrices for each thread: few sums to add, and none waits for long */
 #define MAX_PAIRS 1024    /* pairs of a token and an expert in a call */
@@ -219,51 +220,56 @@ INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m
     return (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]);
 }
 
-/* Products of `count` tokens with `rows` rows from `row` on, of outputs. */
-INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, int64_t rows, int count,
-                      const input *in, float *const *out) {
+/* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
+INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, int rows, int count, const input *in,
+                      float *const *out) {
     const int unsigned_bytes = kind == codes8 && m->table[255] >= 0;
     const __m128i flip = _mm_set1_epi8(unsigned_bytes ? -128 : 0);
     const __m512 shift = _mm512_set1_ps(unsigned_bytes ? m->table[128] : 0);
-    const __m512i table = table_of(m);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const int64_t width = m->across > 1 ? m->width : m->columns, wide = width >= CHUNK || width >= m->columns;
-    const __m512i groups = wide ? _mm512_setzero_si512() : _mm512_srli_epi32(lanes, width == 32 ? 3 : 2);
-    const int64_t size = kind == codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK;
-    float scales[m->across + 16], zeros[m->across + 16];
-    for (int64_t r = row; r < row + rows; r++) {
-        const uint8_t *codes = p->codes + r * m->row_bytes;
-        groups_of(m, p, r, scales, zeros);
-        __m512 sums[TOGETHER];
-        for (int t = 0; t < count; t++) sums[t] = _mm512_setzero_ps();
-        for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size) {
-            __m512i first, second;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), table = table_of(m);
+    const int bits = m->across > 1 ? __builtin_ctzll(m->width) : 62, wide = bits >= 6, zeros = !!p->zeros;
+    const __m512i groups = _mm512_srli_epi32(lanes, bits == 5 ? 3 : 2);
+    const int64_t size = kind == codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK, length = m->across + 16;
+    const uint8_t *codes = p->codes + row * m->row_bytes;
+    float scales[rows][length], zero_points[rows][length];
+    __m512 sums[TOGETHER][PAIR];
+    for (int r = 0; r < rows; r++) {
+        groups_of(m, p, row + r, scales[r], zero_points[r]);
+        for (int t = 0; t < count; t++) sums[t][r] = _mm512_setzero_ps();
+    }
+    for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size) {
+        __m512i first[PAIR], second[PAIR];
+        __m512 scale[PAIR], zero[PAIR];
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *own = codes + r * m->row_bytes;
             if (kind == codes4) {
-                __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes));
-                first = _mm512_permutexvar_epi16(words, table);
-                second = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+                __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)own));
+                first[r] = _mm512_permutexvar_epi16(words, table);
+                second[r] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
             } else if (kind == bfloat16) {
-                first = _mm512_loadu_si512(codes);
-                second = _mm512_loadu_si512(codes + CHUNK);
+                first[r] = _mm512_loadu_si512(own), second[r] = _mm512_loadu_si512(own + CHUNK);
             } else {
-                first = bytes_to_bf16(kind, codes, table, flip, shift);
-                second = bytes_to_bf16(kind, codes + CHUNK / 2, table, flip, shift);
+                first[r] = bytes_to_bf16(kind, own, table, flip, shift);
+                second[r] = bytes_to_bf16(kind, own + CHUNK / 2, table, flip, shift);
             }
-            __m512 scale, zero = _mm512_setzero_ps();
-            if (wide) scale = _mm512_set1_ps(scales[m->across > 1 ? c / width : 0]);
-            else scale = _mm512_permutexvar_ps(groups, _mm512_loadu_ps(scales + c / width));
-            if (p->zeros && wide) zero = _mm512_set1_ps(zeros[m->across > 1 ? c / width : 0]);
-            else if (p->zeros) zero = _mm512_permutexvar_ps(groups, _mm512_loadu_ps(zeros + c / width));
-            for (int t = 0; t < count; t++) {
-                const uint16_t *x = in[t].halves + c;
-                __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)first, (__m512bh)_mm512_loadu_si512(x));
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)second, (__m512bh)_mm512_loadu_si512(x + 32));
-                if (p->zeros) sum = _mm512_fnmadd_ps(zero, _mm512_loadu_ps(in[t].sums + c / 4), sum);
-                sums[t] = _mm512_fmadd_ps(sum, scale, sums[t]);
+            const float *s = scales[r] + (c >> bits), *z = zero_points[r] + (c >> bits);
+            scale[r] = wide ? _mm512_set1_ps(*s) : _mm512_permutexvar_ps(groups, _mm512_loadu_ps(s));
+            zero[r] = _mm512_setzero_ps();
+            if (zeros) zero[r] = wide ? _mm512_set1_ps(*z) : _mm512_permutexvar_ps(groups, _mm512_loadu_ps(z));
+        }
+        for (int t = 0; t < count; t++) {
+            const uint16_t *x = in[t].halves + c;
+            const __m512bh one = (__m512bh)_mm512_loadu_si512(x), other = (__m512bh)_mm512_loadu_si512(x + 32);
+            for (int r = 0; r < rows; r++) {
+                __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)first[r], one);
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)second[r], other);
+                if (zeros) sum = _mm512_fnmadd_ps(zero[r], _mm512_loadu_ps(in[t].sums + c / 4), sum);
+                sums[t][r] = _mm512_fmadd_ps(sum, scale[r], sums[t][r]);
             }
         }
-        for (int t = 0; t < count; t++) out[t][r] = _mm512_reduce_add_ps(sums[t]);
     }
+    for (int t = 0; t < count; t++)
+        for (int r = 0; r < rows; r++) out[t][row + r] = _mm512_reduce_add_ps(sums[t][r]);
 }
 
 /* Adds products of `count` tokens with a block of a turned matrix's rows, which share scales, to `out`. What the next
@@ -320,8 +326,9 @@ INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, c
     static void name(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,       \
                      float *const *out) {                                                                             \
         for (int64_t t = 0; t < count; t += TOGETHER) {                                                               \
-            int64_t some = count - t;                                                                                 \
-            BY_COUNT(rows_fast, kind, m, p, row, rows);                                                               \
+            int64_t some = count - t, r = row;                                                                        \
+            for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, r, PAIR);                       \
+            for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, r, 1);                                        \
         }                                                                                                             \
     }
 

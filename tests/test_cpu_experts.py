@@ -323,3 +323,10 @@ def test_without_a_compiler_experts_come_on_demand(no_compiler: None, tmp_path: 
     settings = loaded.effective().settings
     assert settings["cpu_experts"] == "no C compiler that works here"
     assert settings["experts_fetched_per_step"] > 0
+
+
+def test_slow_products_are_for_those_who_ask(compiler: None) -> None:
+    computed, _ = made(Swiglu(), "bf16", SIZES["odd"], torch.bfloat16, fast=True)
+    assert computed.status.startswith("slow: ")
+    assert computed.settings["cpu_experts"] == computed.status
+    assert not computed.takes(0, *call(1, 100, 5, torch.bfloat16))

@@ -160,6 +160,10 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
         assert cpu.prefill_s == pytest.approx(link.prefill_s, rel=0.1)
         limit = plan(batch_size, released, "0%", experts="cpu").step_s or 0
         assert touched / H100.at_peak().host_bandwidth <= limit <= (cpu.step_s or 0)  # type: ignore[operator]
+    words = ["plan", "-m", "gpt-oss-120b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "0%"]
+    output = " ".join(CliRunner().invoke(cli, [*words, "--batch-size", "1,64"]).output.split())
+    assert "batch 1: the CPU computes the experts of passes of up to 32 tokens; a step reads 3% of them" in output
+    assert "batch 64: experts on demand" in output
     coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
     assert plain.host.weights > 1.4 * coded.host.weights, "the CPU reads bf16 as released"
 

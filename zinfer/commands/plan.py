@@ -509,9 +509,19 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
         model, placement = plan.model, plan.placement
         drafts = 0 if plan.drafting is None else plan.drafting.drafts
         tokens = plan.case.workload.batch_size * (1 + drafts)  # of a step
-        if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host" or not plan.holds:
+        computes = placement.computes(tokens)
+        crosses = bool(plan.streamed_bytes or computes)
+        if model.num_experts < 2 or not crosses or placement.tier != "host" or not plan.holds:
             continue
         label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
+        if computes:
+            read = gb(Sizes(placement, model).touched(tokens) * placement.expert_ratio)
+            yield (
+                f"{label}: the CPU computes the experts of passes of up to {placement.cpu_tokens} tokens; a step reads "
+                f"{model.touched_share(tokens):.0%} of them, {read}, and brings {gb(plan.streamed_bytes)} of other "
+                f"weights; {_routing(plan)}."
+            )
+            continue
         if placement.experts == "all":
             yield f"{label}: all experts come in every step."
             continue

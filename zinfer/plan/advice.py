@@ -73,11 +73,11 @@ def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
     """
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     best = max(able, key=_rate, default=None)
-    if best is None or not best.streamed_bytes:
+    if best is None or not _offloads(best):
         return
     yield from _tensor_parallel(best)
-    streaming = [plan for plan in (*able, *single) if plan.streamed_bytes]
-    small = [plan for plan in streaming if plan.case.workload.batch_size <= PEERS.cpu_batch]
+    offloading = [plan for plan in (*able, *single) if _offloads(plan)]
+    small = [plan for plan in offloading if plan.case.workload.batch_size <= PEERS.cpu_batch]
     one = best.case.with_batch(1).workload
     yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
 
@@ -157,6 +157,10 @@ def describe(plan: Plan) -> str:
     if plan.step_s is not None:
         parts.append(f"step >= {duration(plan.step_s)} ({plan.bound_by})")
     return " · ".join(parts)
+
+
+def _offloads(plan: Plan) -> bool:
+    return bool(plan.streamed_bytes or plan.placement.cpu_tokens)
 
 
 def _rate(plan: Plan) -> float:

@@ -18,6 +18,7 @@ from zinfer.engine.decoder import MovedRows
 from zinfer.engine.state import Entry, ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.attention import Ragged
+from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.experts.few_experts import FewExperts
 from zinfer.engine.stream.experts.modules import experts_of
 from zinfer.engine.stream.experts.pool import ExpertPool
@@ -158,7 +159,10 @@ class Stream(SharedPasses):
             if loader.late is None:
                 ring.arrive(number)
         if source.experts and isinstance(source, MemorySource):
-            self._pool = ExpertPool(source, self.device, ring, self.plan.placement.cpu_tokens)
+            tokens, auto, cpu = self.plan.placement.cpu_tokens, self.options.experts == "auto", None
+            if tokens:
+                cpu = CpuExperts(source.memory, self.device, tokens, fast=auto)
+            self._pool = ExpertPool(source, self.device, ring, cpu)
             self._opened.callback(self._pool.close)
             for number, module in experts.items():
                 self._pool.attach(number, module)

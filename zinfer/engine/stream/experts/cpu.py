@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from zinfer.core.case import Option
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of
@@ -75,14 +76,17 @@ class _Call(ctypes.Structure):
 
 class CpuExperts(CheckedKernel):
     """Experts that the CPU computes. Their bytes are in `memory`; calls have up to `tokens` tokens. Results go to
-    `device`; `threads` compute them, by default one on nearly every core. `status` is ``on``, or why none does."""
+    `device`; `threads` compute them, by default one on nearly every core. With `fast` they are computed only where
+    products are at the speed of memory. `status` is ``on``, or why none does."""
 
     status: str
 
-    def __init__(self, memory: Tensor, device: torch.device, tokens: int, threads: int | None = None) -> None:
+    def __init__(
+        self, memory: Tensor, device: torch.device, tokens: int, threads: int | None = None, fast: bool = False
+    ) -> None:
         self._library = library(SOURCE)
         super().__init__("on" if self._library else "no C compiler that works here", "the model's own experts")
-        self.tokens, self._memory, self._device = tokens, memory, device
+        self.tokens, self._memory, self._device, self._fast = tokens, memory, device, fast
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(len(os.sched_getaffinity(0)))
         self._layers: dict[int, _Layer] = {}
@@ -126,6 +130,13 @@ class CpuExperts(CheckedKernel):
             self._library.compute_experts(ctypes.byref(call))
         out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
         return out.copy_(host_out[: states.numel()].view(states.shape), non_blocking=True)
+
+    @property
+    def settings(self) -> dict[str, Option]:
+        """Way in which experts are computed, for the record."""
+        fast = all(own.up.fast and own.down.fast for own in self._layers.values())
+        names = "cpu_experts", "cpu_expert_tokens", "cpu_expert_threads", "cpu_expert_products"
+        return dict(zip(names, (self.status, self.tokens, self._threads, "bf16" if fast else "float32"), strict=True))
 
     def close(self) -> None:
         """Forget all experts; the device must have computed them."""
@@ -173,6 +184,9 @@ class CpuExperts(CheckedKernel):
             self._matrix_of(packed, names[leaf], names.get(f"{leaf}_bias"), bool(module.is_transposed))
             for leaf in ("gate_up_proj", "down_proj")
         )
+        if self._fast and not (up.fast and down.fast):
+            what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX512-BF16"
+            raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
         self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]
         return _layer(up, down, len(packed.experts), block.dtype, gate)
@@ -241,7 +255,7 @@ def matrix(
         made.height, made.width = (first.block[0] if whole else 1), first.block[1]
         made.down, made.across = max(each.grid[0] for each in coded), first.grid[1]
         made.kind = _KINDS["e4m3" if first.table == "e4m3" else f"codes{first.bits}"]
-        made.inner = _TYPES.index(first.inner)
+        made.inner = _TYPES.index(first.inner if block.dtype == torch.float32 else torch.float32)
         made.scale_kind = _KINDS[first.scale_table] if first.scale_table else _TYPES.index(first.scale_dtype)
         values = table(first.table, torch.device("cpu")).tolist()
         made.table = (ctypes.c_float * len(values))(*values)

@@ -11,8 +11,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FAST 1
 #else
 #define FAST 0
@@ -42,7 +44,7 @@ typedef struct {
 
 /* A matrix of all experts: `count` parts of each. `columns` are those stored; a scale is for `height` rows and `width`
    columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes;
-   a value is rounded to the type `inner`, but for fast products, which are exact. */
+   a value is rounded to the type `inner`, unless products are fast. */
 typedef struct {
     const part *parts;
     const void *const *bias; /* of each expert, of the type of states; NULL: none */
@@ -152,22 +154,52 @@ INLINE int64_t groups_of(const matrix *m, const part *p, int64_t row, float *sca
     return m->across;
 }
 
-/* A stored row as float32. */
-static void unpack(const matrix *m, const part *p, int64_t row, float *out) {
-    float scales[m->across], zeros[m->across];
-    const uint8_t *codes = p->codes + row * m->row_bytes;
-    const int64_t groups = groups_of(m, p, row, scales, zeros), width = groups > 1 ? m->width : m->columns;
-    if (m->kind == codes4)
-        for (int64_t c = 0; c < m->columns; c++) out[c] = m->table[codes[c / 2] >> c % 2 * 4 & 15];
-    else if (m->kind == codes8 || m->kind == e4m3)
-        for (int64_t c = 0; c < m->columns; c++) out[c] = m->table[codes[c]];
-    else
-        for (int64_t c = 0; c < m->columns; c++) out[c] = load(m->kind, codes, c);
-    for (int64_t g = 0; g < groups; g++) {
-        const float scale = scales[g], zero = p->zeros ? zeros[g] : 0;
-        const int64_t end = (g + 1) * width < m->columns ? (g + 1) * width : m->columns;
-        for (int64_t c = g * width; c < end; c++) out[c] = rounded(m->inner, (out[c] - zero) * scale);
+/* Values of codes of 4 bits, without scales. */
+INLINE void look_up(const float *table, const uint8_t *codes, int64_t columns, float *restrict out) {
+    int64_t c = 0;
+    float values[16];
+    memcpy(values, table, sizeof values);
+#ifdef __AVX2__
+    int8_t halves[16]; /* of all tables these are small whole numbers */
+    for (int i = 0; i < 16; i++) halves[i] = (int8_t)(2 * values[i]);
+    const __m128i all = _mm_loadu_si128((const void *)halves), low = _mm_set1_epi8(15);
+    for (; c + 32 <= columns; c += 32) {
+        __m128i bytes = _mm_loadu_si128((const void *)(codes + c / 2));
+        __m128i even = _mm_shuffle_epi8(all, _mm_and_si128(bytes, low));
+        __m128i odd = _mm_shuffle_epi8(all, _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+        __m128i some[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+        for (int i = 0; i < 4; i++) {
+            __m256i eight = _mm256_cvtepi8_epi32(i % 2 ? _mm_srli_si128(some[i / 2], 8) : some[i / 2]);
+            _mm256_storeu_ps(out + c + 8 * i, _mm256_mul_ps(_mm256_cvtepi32_ps(eight), _mm256_set1_ps(0.5f)));
+        }
     }
+#endif
+    for (; c < columns; c++) out[c] = values[codes[c / 2] >> c % 2 * 4 & 15];
+}
+
+/* A stored row as float32. */
+static void unpack(const matrix *m, const part *p, int64_t row, float *restrict out) {
+    float scales[m->across], zeros[m->across];
+    const uint8_t *restrict codes = p->codes + row * m->row_bytes;
+    const float *restrict table = m->table;
+    const int64_t columns = m->columns, groups = groups_of(m, p, row, scales, zeros);
+    const int64_t width = groups > 1 ? m->width : columns;
+    if (!p->zeros) memset(zeros, 0, sizeof zeros);
+    if (m->kind == codes4) look_up(table, codes, columns, out);
+    else if (m->kind == codes8 || m->kind == e4m3)
+        for (int64_t c = 0; c < columns; c++) out[c] = table[codes[c]];
+    else if (m->kind == bfloat16)
+        for (int64_t c = 0; c < columns; c++) out[c] = load(bfloat16, codes, c);
+    else
+        for (int64_t c = 0; c < columns; c++) out[c] = load(m->kind, codes, c);
+    if (width == 1)
+        for (int64_t c = 0; c < columns; c++) out[c] = (out[c] - zeros[c]) * scales[c];
+    for (int64_t g = 0; width > 1 && g < groups; g++) {
+        const float scale = scales[g], zero = zeros[g];
+        const int64_t end = (g + 1) * width < columns ? (g + 1) * width : columns;
+        for (int64_t c = g * width; c < end; c++) out[c] = (out[c] - zero) * scale;
+    }
+    for (int64_t c = 0; m->inner != float32 && c < columns; c++) out[c] = rounded(m->inner, out[c]);
 }
 
 /* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and their sums by lane. */
@@ -371,8 +403,8 @@ static void multiply(const matrix *m, const part *p, int64_t row, int64_t rows, 
     for (int64_t r = row; r < row + rows; r++) {
         unpack(m, p, r, values);
         for (int64_t t = 0; t < count; t++) {
-            const float *x = in[t].values;
-            float sum = 0, *y = out[t];
+            const float *restrict x = in[t].values;
+            float sum = 0, *restrict y = out[t];
             if (m->turned) {
 #pragma omp simd
                 for (int64_t c = 0; c < m->columns; c++) y[c] += x[r] * values[c];

@@ -133,11 +133,13 @@ class ExpertPool:
     that the first ones are unpacked while the last ones come. The rules of `zinfer.engine.stream.weights.ring` hold
     here, too: a part of a buffer is read behind its event `arrived`; a buffer is written behind its event `freed`,
     recorded behind its last read; and a copy into it is issued only once that has been recorded, since only then it is
-    free. The CPU computes the experts of passes of up to `cpu_tokens` tokens, if it can."""
+    free. `cpu` computes the experts of passes of few tokens, if it can."""
 
-    def __init__(self, source: MemorySource, device: torch.device, ring: PrefetchRing, cpu_tokens: int = 0) -> None:
+    def __init__(
+        self, source: MemorySource, device: torch.device, ring: PrefetchRing, cpu: CpuExperts | None = None
+    ) -> None:
         self.layers = layers = source.experts
-        self._cpu = CpuExperts(source.memory, device, cpu_tokens) if cpu_tokens else None
+        self._cpu = cpu
         self._computing = False  # the CPU computes the experts of the pass under way
         self.counts = ExpertCounts()
         self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
@@ -200,7 +202,7 @@ class ExpertPool:
             "expert_buffer_bytes": self.buffer_bytes,
             "expert_cache": "lfu",
             "cached_experts": self.cached,
-            **({} if self._cpu is None else {"cpu_experts": self._cpu.status, "cpu_expert_tokens": self._cpu.tokens}),
+            **({} if self._cpu is None else self._cpu.settings),
             **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in names},
         }
 

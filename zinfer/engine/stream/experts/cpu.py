@@ -185,7 +185,7 @@ class CpuExperts(CheckedKernel):
             for leaf in ("gate_up_proj", "down_proj")
         )
         if self._fast and not (up.fast and down.fast):
-            what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX512-BF16"
+            what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX-512"
             raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
         self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]

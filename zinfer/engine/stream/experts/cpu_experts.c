@@ -5,8 +5,8 @@
    with a row of codes while it is in a core's cache. Rows of a matrix are outputs; or inputs, if it is `turned`: then a
    core takes some of the inputs, and the parts of each sum are added afterwards.
 
-   Where a processor multiplies bf16 (AVX512-BF16), codes become bf16 by a look-up in registers. They are exact there:
-   scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */
+   With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
+   are exact so: scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__FMA__)
 #define FAST 1
 #else
 #define FAST 0
@@ -226,6 +226,18 @@ static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
 
 #if FAST
 
+/* Adds products of pairs of bf16 to sums. */
+INLINE __m512 dot(__m512 sums, __m512i one, __m512i other) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(sums, (__m512bh)one, (__m512bh)other);
+#else
+    const __m512i high = _mm512_set1_epi32(-65536);
+    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(one, 16)), second = _mm512_castsi512_ps(_mm512_and_si512(one, high));
+    sums = _mm512_fmadd_ps(first, _mm512_castsi512_ps(_mm512_slli_epi32(other, 16)), sums);
+    return _mm512_fmadd_ps(second, _mm512_castsi512_ps(_mm512_and_si512(other, high)), sums);
+#endif
+}
+
 /* bf16 values of 16 codes, twice: what looks one up need not hide the other one of a byte. */
 INLINE __m512i table_of(const matrix *m) {
     uint16_t table[32] = {0};
@@ -244,12 +256,13 @@ INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m
         value = _mm512_mask_permutexvar_epi16(value, tiny, size, table);
         return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), words), 8));
     }
-    __m512 half[2];
+    __m256i half[2]; /* whole numbers up to 256 are exact in bf16 */
     for (int i = 0; i < 2; i++) {
         __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const void *)(codes + 16 * i)), flip);
-        half[i] = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), shift);
+        __m512 values = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), shift);
+        half[i] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(values), 16));
     }
-    return (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
 }
 
 /* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
@@ -291,10 +304,9 @@ INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, in
         }
         for (int t = 0; t < count; t++) {
             const uint16_t *x = in[t].halves + c;
-            const __m512bh one = (__m512bh)_mm512_loadu_si512(x), other = (__m512bh)_mm512_loadu_si512(x + 32);
+            const __m512i one = _mm512_loadu_si512(x), other = _mm512_loadu_si512(x + 32);
             for (int r = 0; r < rows; r++) {
-                __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)first[r], one);
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)second[r], other);
+                __m512 sum = dot(dot(_mm512_setzero_ps(), first[r], one), second[r], other);
                 if (zeros) sum = _mm512_fnmadd_ps(zero[r], _mm512_loadu_ps(in[t].sums + c / 4), sum);
                 sums[t][r] = _mm512_fmadd_ps(sum, scale[r], sums[t][r]);
             }
@@ -329,8 +341,8 @@ INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, c
             for (int t = 0; t < count; t++) {
                 int32_t pair;
                 memcpy(&pair, in[t].halves + row + r, sizeof pair);
-                __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                for (int i = 0; i < 4; i++) sums[t][i] = _mm512_dpbf16_ps(sums[t][i], (__m512bh)values[i], x);
+                __m512i x = _mm512_set1_epi32(pair);
+                for (int i = 0; i < 4; i++) sums[t][i] = dot(sums[t][i], values[i], x);
             }
         }
         scales_of(m, p, row / m->height * m->across + n, CHUNK, scales);
@@ -583,5 +595,5 @@ void compute_experts(void *data) {
     else compute(c, float32);
 }
 
-/* Tells whether this processor multiplies bf16. */
+/* Tells whether products are at the speed of memory here. */
 int32_t experts_fast(void) { return FAST; }

@@ -19,6 +19,7 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import graphs
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
@@ -266,15 +267,9 @@ def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: P
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_call_of_an_engine_gives_what_the_model_computes(
-    name: str,
-    tmp_path: Path,
-    compiler: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Calls are compared one by one: in bf16 rounding leads tokens to other experts."""
-    directory, options = quantised(name, tmp_path / "m")
+def check_calls(name: str, path: Path, patch: pytest.MonkeyPatch, run: Callable[[Stream], object]) -> None:
+    """Check each call of experts on the CPU in bf16. There rounding leads tokens to other experts."""
+    directory, options = quantised(name, path)
     checked, calls = CpuExperts.checked, list[object]()
 
     def always(self: CpuExperts, kind: object, kernel: Any, plain: Any) -> Tensor | None:
@@ -282,13 +277,23 @@ def test_every_call_of_an_engine_gives_what_the_model_computes(
         calls.append(kind)
         return checked(self, kind, kernel, plain)
 
-    monkeypatch.setattr(CpuExperts, "checked", always)
-    loaded = load(directory, "cpu", dtype="bfloat16", **options)
-    steps(loaded)
-    loaded.clear()
-    greedy(loaded, BATCHES[0])
+    patch.setattr(CpuExperts, "checked", always)
+    loaded = load(directory, "cpu", dtype="bfloat16", cuda_graphs="off", **options)
+    run(loaded)
     assert loaded.effective().settings["cpu_experts"] == "on"
     assert len(calls) >= 3 * len(loaded._pool.layers)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_call_of_an_engine_gives_what_the_model_computes(
+    name: str, tmp_path: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(loaded: Stream) -> None:
+        steps(loaded)
+        loaded.clear()
+        greedy(loaded, BATCHES[0])
+
+    check_calls(name, tmp_path / "m", monkeypatch, run)
 
 
 @pytest.mark.parametrize(("share", "status"), [("100%", "on"), ("0%", BY_LAYER)])

@@ -19,6 +19,7 @@ from tests import (
     quantized,
     test_codec,
     test_continuous,
+    test_cpu_experts,
     test_draft_model,
     test_drafts,
     test_experts,
@@ -554,6 +555,30 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     settings = engine.effective().settings
     assert settings["experts"] == "on-demand"
     engine.close()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(("share", "state"), [("100%", "on"), ("0%", BY_LAYER)])
+@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe fp8", "qwen3_moe"])
+def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state: str, tmp_path: Path) -> None:
+    directory, options = test_cpu_experts.quantised(name, tmp_path / "m")
+    runs = list[list[Tensor]]()
+    for experts in ("on-demand", "cpu"):
+        engine = test_experts.load(directory, experts, share, **options)
+        runs += [[tokens(engine, lengths) for lengths in BATCHES] for _ in range(TURNS)]
+        settings = engine.effective().settings
+        engine.close()
+    assert (settings["cpu_experts"], settings["cuda_graphs"]) == ("on", state)
+    assert settings["experts_fetched_per_step"] == 0
+    for run in runs:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+@pytest.mark.parametrize("name", test_cpu_experts.NAMES)
+def test_every_call_of_experts_on_the_cpu_gives_what_the_model_computes(
+    name: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    test_cpu_experts.check_calls(name, tmp_path / "m", monkeypatch, lambda engine: tokens(engine, BATCHES[0]))
 
 
 @pytest.mark.usefixtures("always")

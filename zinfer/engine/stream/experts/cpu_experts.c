@@ -232,7 +232,8 @@ INLINE __m512 dot(__m512 sums, __m512i one, __m512i other) {
     return _mm512_dpbf16_ps(sums, (__m512bh)one, (__m512bh)other);
 #else
     const __m512i high = _mm512_set1_epi32(-65536);
-    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(one, 16)), second = _mm512_castsi512_ps(_mm512_and_si512(one, high));
+    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(one, 16));
+    __m512 second = _mm512_castsi512_ps(_mm512_and_si512(one, high));
     sums = _mm512_fmadd_ps(first, _mm512_castsi512_ps(_mm512_slli_epi32(other, 16)), sums);
     return _mm512_fmadd_ps(second, _mm512_castsi512_ps(_mm512_and_si512(other, high)), sums);
 #endif
@@ -530,6 +531,7 @@ INLINE void compute(const call *c, type kind) {
     const layer *own = c->experts;
     const matrix *up = &own->up, *down = &own->down;
     const int64_t hidden = inputs_of(up), inner = inputs_of(down), each = c->each, pieces = (inner + 511) / 512;
+    const int64_t parts = (hidden + 511) / 512;
     pairs all;
     sort(c, &all);
     int64_t places[MAX_PAIRS], expert[MAX_PAIRS];
@@ -545,10 +547,11 @@ INLINE void compute(const call *c, type kind) {
 #pragma omp parallel num_threads(c->threads)
     {
 #pragma omp for
-        for (int64_t t = 0; t < c->tokens; t++) {
+        for (int64_t i = 0; i < c->tokens * parts; i++) {
+            int64_t t = i / parts, first = i % parts * 512, end = smaller(hidden, first + 512);
             input in = input_at(states + t * input_floats(hidden), hidden);
-            for (int64_t i = 0; i < hidden; i++) in.values[i] = load(kind, c->states, t * hidden + i);
-            prepare(up, in, 0, hidden);
+            for (int64_t n = first; n < end; n++) in.values[n] = load(kind, c->states, t * hidden + n);
+            prepare(up, in, first, end);
         }
         product(up, &all, each, 1, states, up_sums, up_shares);
 #pragma omp for
@@ -568,7 +571,6 @@ INLINE void compute(const call *c, type kind) {
             prepare(down, in, first, end);
         }
         product(down, &all, each, 0, between, down_sums, down_shares);
-        const int64_t parts = (hidden + 511) / 512;
 #pragma omp for
         for (int64_t i = 0; i < c->tokens * parts; i++) {
             int64_t t = i / parts, first = i % parts * 512, end = smaller(hidden, first + 512);

@@ -92,8 +92,9 @@ INLINE uint16_t to_bf16(float value) {
 }
 
 INLINE float from_half(uint16_t half) {
-    if ((half & 0x7c00) == 0x7c00) return from_bits((uint32_t)(half & 0x8000) << 16 | 0x7f800000 | (half & 0x3ff) << 13);
-    return from_bits((uint32_t)(half & 0x8000) << 16 | to_bits(from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f));
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+    if ((half & 0x7c00) == 0x7c00) return from_bits(sign | 0x7f800000 | (half & 0x3ff) << 13);
+    return from_bits(sign | to_bits(from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f));
 }
 
 /* Rounds to nearest, ties to even, as a processor does. */
@@ -499,8 +500,8 @@ int64_t experts_room(const layer *own, int64_t tokens, int64_t each, int64_t thr
            sums * (outputs_of(&own->up) + outputs_of(&own->down));
 }
 
-/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share, of each
-   pair. All threads call it. */
+/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share,
+   of each pair. All threads call it. */
 static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
                     int64_t shares) {
     const int64_t size = input_floats(inputs_of(m)), outputs = outputs_of(m);

@@ -27,8 +27,10 @@ from zinfer.system import machines
 H100 = machines.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
 # Configurations and models whose records plans miss by more than a tenth. Experts that stayed were those of the first
 # layers when the first was recorded, so that the last ones brought all of theirs, which the link could not do ahead.
-# One of three loads on two GPUs took a third longer a step than the others, for a reason that no record tells.
+# One of three loads on two GPUs took a third longer a step than the others, for a reason that no record tells. A prompt
+# took 1.57 s, where its experts come over the link in 1.14: the one load that was measured of experts on the CPU.
 MISSED = {
+    ("stream cpu gpu-weights=2GiB experts=cpu", "gpt-oss-120b"),
     ("stream cpu gpu-weights=70% kv_offload=none", "mixtral-8x7b"),
     ("stream cpu gpu-weights=16% gpus=2", "bloom-176b"),
 }
@@ -63,7 +65,7 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     assert wrong == {*peers, "stream cpu gpu-weights=100%"}, "two of its 32 steps record graphs, of 8 ms each"
     assert max(map(abs, errors.values())) <= 0.25
     resident = {case: error for case, error in everything.items() if case.offload == "none"}
-    assert max(map(abs, resident.values())) <= 0.4, "prompts of gpt-oss, whose pairs one program sorted"
+    assert max(map(abs, resident.values())) <= 0.25
 
 
 def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:

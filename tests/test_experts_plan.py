@@ -153,7 +153,7 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
             continue
         assert cpu.streamed_bytes == pytest.approx(dense * cpu.placement.wire_ratio, rel=1e-6)
         touched = released.routed_bytes * released.touched_share(batch_size) * released.stored_ratio
-        read_s = touched / (H100.attention_bandwidth or 0) + 36 * RATES.cpu_layer_s
+        read_s = touched / (RATES.cpu_codes * (H100.attention_bandwidth or 0)) + 36 * RATES.cpu_layer_s
         assert cpu.bound_by == "cpu experts"
         assert read_s < (cpu.step_s or 0) < 1.3 * read_s
         assert (cpu.step_s or 1) < 0.6 * (link.step_s or 0)

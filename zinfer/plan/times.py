@@ -39,13 +39,13 @@ class Rates:
     # values in the feed-forward network (BLOOM's eager activation is nine kernels), over hidden values of each expert
     # of a token (from prefills of Mixtral and Qwen3); and bytes of a score without a fused kernel, or with ALiBi.
     hidden_passes: int = 20
-    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "eager bloom": 21, "gpt_oss": 26})
+    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "eager bloom": 21, "gpt_oss": 95})
     expert_passes: int = 38
     score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 4, "eager bloom": 20, "gpt_oss": 30})
     attention_factor: float = 1.5  # time of a FLOP of fused attention over a product's: prefills of 31,000 tokens
     kernel_s: float = 50e-6  # of a layer's small kernels in a decode step: steps of OPT-30B without offload
     # Seconds to launch a layer of a prefill, dense or with routed experts: prompts of 512 tokens where layers stay.
-    prefill_layer_s: tuple[float, float] = (1e-3, 3e-3)
+    prefill_layer_s: tuple[float, float] = (1e-3, 2e-3)
     # The CPU launches copies and kernels of each expert on demand, and waits for each router: from steps of gpt-oss-20b
     # and gpt-oss-120b on H100s; layers of other models take `Efficiency.layer_s`.
     expert_s: float = 0.33e-3
@@ -54,19 +54,17 @@ class Rates:
     # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
-    # Experts on the CPU: seconds of a layer's host function and copies, and FLOPs a second of a core on 4-bit codes:
-    # a prototype with gpt-oss-120b and Mixtral on 16 cores. Cores of a machine that was not probed; and the CPU's rate
-    # over that of a copy in host memory, where the former is not known.
-    cpu_layer_s: float = 60e-6
+    # Experts on the CPU: seconds of a layer's host function and copies, and the rate of codes over that of attention:
+    # steps of gpt-oss-120b on 16 cores. FLOPs a second of a core on 4-bit codes: a prototype. Cores of a machine that
+    # was not probed; and the CPU's rate over that of a copy in host memory, where the former is not known.
+    cpu_layer_s: float = 210e-6
+    cpu_codes: float = 0.75
     core_flops: float = 40e9
     assumed_cores: int = 16
     cpu_reads: float = 0.6
     eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
     codes_rate: float = 0.72  # of GPU memory, where products read codes: experts of gpt-oss-120b and Mixtral
-    # Bytes of a step's attention over those of its KV cache: eager attention repeats keys and values for each head of a
-    # group, in kernels of their own; from steps of 8 and 64 rows.
-    attended: Mapping[str, int] = field(default_factory=lambda: {"gpt_oss": 40})
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory
     torch_unpacking: float = 0.455  # the same by torch's operations: DeepSpeed's steps of BLOOM-176B in int4 on an H100
     # Smallest size of coded bf16 weights: 8 bits, and the entropy of exponents, 2.5 bits for weights of a normal
@@ -234,13 +232,12 @@ class Timing:
         pairs = tokens * model.experts_per_token / model.num_experts
         flops = 2 * model.routed_bytes / model.dtype_bytes * pairs / (cores * RATES.core_flops)
         layers = sum(layer.expert_parameters > 0 for layer in model.layers)
-        return layers * RATES.cpu_layer_s + max(touched * self.placement.expert_ratio / rate, flops)
+        return layers * RATES.cpu_layer_s + max(touched * self.placement.expert_ratio / (RATES.cpu_codes * rate), flops)
 
     def attention_bytes(self, kv: float) -> float:
         """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
         if self.efficiency.perfect:
             return kv
-        kv *= RATES.attended.get(self.model.architecture, 1)
         return kv + 2 * kv / self.placement.kv_ratio if self.placement.kv_ratio < 1 else kv
 
     def contended_rates(self, cpu: float, host_kv: int, copying: float) -> tuple[float, float]:

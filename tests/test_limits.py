@@ -48,11 +48,12 @@ def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
 def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None:
     """A limit that nothing comes near is worthless: decode steps that stream come within a quarter. Where most layers
     stay, coded, the GPU is busy unpacking them, at a rate that no limit knows, and so is the CPU with the arithmetic of
-    attention; and a host that was slow in some of the steps says nothing."""
+    attention, or of experts; and a host that was slow in some of the steps says nothing."""
 
     def busy(seen: Any) -> bool:
         settings = seen.point.effective.settings
-        return settings.get("kv_attention") == "cpu" and bool(settings["kv_host_rows"])
+        attends = settings.get("kv_attention") == "cpu" and bool(settings["kv_host_rows"])
+        return attends or settings.get("cpu_experts") == "on"
 
     shares = [
         (make_plan(seen.point.case, seen.model, seen.linked_machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)

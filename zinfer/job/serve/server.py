@@ -62,6 +62,7 @@ class HttpServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it
+        self._late: list[threading.Timer] = []  # each ends the process after a signal, unless the server ends in time
 
     @property
     def port(self) -> int:
@@ -69,8 +70,12 @@ class HttpServer:
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
-        with Signals(on_signal=self._arrived):
-            asyncio.run(self._run())
+        try:
+            with Signals(on_signal=self._arrived):
+                asyncio.run(self._run())
+        finally:
+            for late in self._late:
+                late.cancel()
         return self.dispatcher.fault
 
     def drain(self) -> None:
@@ -98,6 +103,7 @@ class HttpServer:
         late = threading.Timer(seconds, os._exit, (128 + number,))
         late.daemon = True
         late.start()
+        self._late.append(late)
         self.signal = number
         self.drain()
 

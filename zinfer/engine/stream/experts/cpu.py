@@ -92,7 +92,8 @@ class CpuExperts(CheckedKernel):
         self._layers: dict[int, _Layer] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
         self._buffers: tuple[Tensor, ...] = ()  # states, choice, weights and result in pinned memory; sums
-        self._dtype, self._width, self._room = torch.float32, 0, 0
+        self._kept = list[tuple[object, ...]]()  # calls and buffers of before
+        self._dtype, self._width = torch.float32, 0
 
     def attach(self, number: int, packed: PackedExperts, experts: Experts) -> None:
         """Read the experts of layer `number` where they lie; `status` says why if that cannot be."""
@@ -140,7 +141,7 @@ class CpuExperts(CheckedKernel):
 
     def close(self) -> None:
         """Forget all experts; the device must have computed them."""
-        self._layers, self._calls, self._buffers = {}, {}, ()
+        self._layers, self._calls, self._buffers, self._kept = {}, {}, (), []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.status = "closed"
 
@@ -152,7 +153,8 @@ class CpuExperts(CheckedKernel):
             room.restype = ctypes.c_int64
             numbers = [ctypes.c_int64(number) for number in (tokens, each, self._threads)]
             size = max(room(ctypes.byref(layer), *numbers) for layer in self._layers.values())
-            self._calls.clear()
+            self._kept.append((self._calls, self._buffers))  # graphs may hold them
+            self._calls = {}
             with torch.inference_mode(False):
                 self._buffers = (
                     torch.zeros(shape, dtype=self._dtype, pin_memory=pin),

@@ -65,9 +65,8 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     words += ["--kv-cache-size", "1MiB"]
     result = zinfer(folder, *words, ZINFER_API_KEY="secret")
     thread.join()
-    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer)], (
-        "it would end this process"
-    )
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "one would end this process"
     assert result.returncode == 143, result.stderr
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
     assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")

@@ -661,8 +661,8 @@ def test_deepspeed_reads_page_locked_memory_of_the_arena(checkpoint: Checkpoints
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
-    "over the link": ("llama", {"here": 1, "kv_offload": "auto", "kv_attention": "gpu"}),
-    "by the CPU": ("bloom", {"here": 1, "kv_offload": "auto", "kv_attention": "cpu"}),
+    "over the link": ("llama", {"device_rows": 1, "kv_offload": "auto", "kv_attention": "gpu"}),
+    "by the CPU": ("bloom", {"device_rows": 1, "kv_offload": "auto", "kv_attention": "cpu"}),
     "mixture": ("mixtral", {}),
 }
 

@@ -56,7 +56,10 @@ def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "coded, part stays": ("llama", {"weight_codec": "lossless", "gpu_weights": "50%"}),
     "fp8, kv over the link": ("fp8", {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
-    "plain, kv by the cpu": ("bloom", {"dtype": "float32", "here": 1, "kv_offload": "cpu", "kv_attention": "cpu"}),
+    "plain, kv by the cpu": (
+        "bloom",
+        {"dtype": "float32", "device_rows": 1, "kv_offload": "cpu", "kv_attention": "cpu"},
+    ),
     "int8 kv, part stays": ("llama", {"kv_cache_dtype": "int8", "gpu_weights": "70%"}),
 }
 
@@ -90,7 +93,7 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     kept = 2 if "gpu_weights" in options else 0
     assert alone.settings["resident_layers"] == shared.settings["resident_layers"] == kept
     assert shared.settings["kv_attention"] == options.get("kv_attention", "gpu")
-    assert shared.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
+    assert shared.settings["kv_host_rows"] == (3 - options.get("device_rows", 0) if "kv_attention" in options else 0)
 
 
 @pytest.mark.slow

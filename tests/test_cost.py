@@ -539,7 +539,7 @@ def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
     def on_host(**options: str) -> bool:
         asked = tuple(sorted((way | options).items()))
         fields: dict[str, Any] = {"model": model.name, "offload": offload, "options": asked}
-        placement = Placer(Case(**fields, engine="stream", workload=workload), model, machine).place(workload)
+        placement = Placer(Case(**fields, engine="stream", workload=workload), model, machine).choose(workload)
         return placement.kv_on_cpu and placement.host_rows(400) > 0
 
     assert on_host() is (rate is not None)
@@ -564,20 +564,20 @@ def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float 
 def test_no_row_is_in_host_memory_while_the_gpu_holds_all_with_the_margin_of_the_engine() -> None:
     """Small buffers need less margin than the share that else stays free."""
     machine, model = machines.load("h100-80gb"), resolve.resolve("opt-30b")
-    narrow = 0
+    between_margins = 0
     for size in range(12, 24):
         workload = Workload(batch_size=size, input_len=512, output_len=256)
         case = Case(model="opt-30b", engine="stream", offload="none", workload=workload)
         alone = Placer(case.model_copy(update={"options": (("kv_offload", "none"),)}), model, machine)
-        counted, cautious = (alone.tiers(alone.place(workload), workload, each) for each in (None, CAUTIOUS))
+        counted, cautious = (alone.tiers(alone.choose(workload), workload, each) for each in (None, CAUTIOUS))
         planner = Planner(case, model, machine)
         if cautious.gpu.total <= machine.gpu_bytes:
-            narrow += counted.gpu.total > TUNING.max_device_share * machine.gpu_bytes
+            between_margins += counted.gpu.total > TUNING.max_device_share * machine.gpu_bytes
             assert planner.placement(workload).host_rows(size) == 0
             assert planner.max_batch(workload) >= size
         else:
             assert planner.placement(workload).host_rows(size) > 0
-    assert narrow
+    assert between_margins
 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:

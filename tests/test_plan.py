@@ -156,7 +156,7 @@ def test_a_sweep_plans_every_workload_once_in_a_process(
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
     placed: Counter[tuple[Placer, Workload]] = Counter()
     searched: Counter[tuple[int, int]] = Counter()
-    make_placement, search = Placer._place, Planner._find_largest
+    make_placement, search = Placer._choose, Planner._find_largest
 
     def count_placements(placer: Any, workload: Workload) -> Any:
         placed[placer, workload] += 1
@@ -166,7 +166,7 @@ def test_a_sweep_plans_every_workload_once_in_a_process(
         searched[lengths[0], lengths[1]] += 1
         return search(planner, *lengths)
 
-    monkeypatch.setattr(Placer, "_place", count_placements)
+    monkeypatch.setattr(Placer, "_choose", count_placements)
     monkeypatch.setattr(Planner, "_find_largest", count_searches)
     sweep = Sweep(
         model=(str(checkpoint("opt")),), offload=("cpu",), batch_size=(1, 2), input_len=(8, 16), output_len=(4,),

@@ -70,7 +70,7 @@ def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
 class Transport(Frozen):
     """Transport of an engine: where weights are kept, how they move. Plans are made from this."""
 
-    fetched: Literal["two layers", "layer", "matrix", "chunks"] = "two layers"  # at a time; chunks: through a ring
+    fetch_unit: Literal["two layers", "layer", "matrix", "chunks"] = "two layers"  # at a time; chunks: through a ring
     overlapped: bool = True  # copies run on a second stream
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
@@ -143,7 +143,7 @@ class StreamOptions(EngineOptions):
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
         return Transport(
-            fetched="chunks", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
+            fetch_unit="chunks", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
             from_codes=True, leaves_host=True, fuses=frozenset({"bloom"}),
         )  # fmt: skip
 
@@ -193,7 +193,7 @@ class DeepSpeedOptions(EngineOptions):
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
-        return Transport(fetched="layer", outside_passes=0 if self.tuned else 2, divided=True)
+        return Transport(fetch_unit="layer", outside_passes=0 if self.tuned else 2, divided=True)
 
 
 class AccelerateOptions(EngineOptions):
@@ -202,7 +202,7 @@ class AccelerateOptions(EngineOptions):
     pin_memory: StrictBool = _described(True, "Weights in page-locked host memory.")
 
     def transport(self) -> Transport:
-        return Transport(fetched="matrix", overlapped=False, placed_once=True)
+        return Transport(fetch_unit="matrix", overlapped=False, placed_once=True)
 
 
 class TensorRTOptions(EngineOptions):

@@ -78,8 +78,8 @@ def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
     yield from _tensor_parallel(best)
     offloading = [plan for plan in (*able, *single) if _offloads(plan)]
     small = [plan for plan in offloading if plan.case.workload.batch_size <= PEERS.cpu_batch]
-    one = best.case.with_batch(1).workload
-    yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
+    single_row = best.case.with_batch(1).workload
+    yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(single_row))
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[str]:

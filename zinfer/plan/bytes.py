@@ -234,8 +234,8 @@ class Sizes:
         attention scores without a fused kernel (three times in the weights' type, softmax in float32). Passes in blocks
         keep their hidden states each, and a dense feed-forward network takes a long prompt in blocks, too.
         """
-        together = self.placement.prefill_rows(rows, length)
-        tokens = at_once = together * length
+        prompts = self.placement.prefill_rows(rows, length)
+        tokens = at_once = prompts * length
         ffn = model.ffn_matrices * model.ffn_size
         if model.num_experts:  # grouped: a row for each expert of a token, and a gate next to its operand
             ffn = model.experts_per_token * (ffn + model.ffn_size + model.hidden_size)
@@ -244,8 +244,8 @@ class Sizes:
         attention = 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         widest = max(at_once * ffn, tokens * attention)
         flat = (tokens * 4 * model.hidden_size + widest) * model.dtype_bytes
-        scores = together * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if self.placement.eager else 0
-        waiting = (rows - together) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0
+        scores = prompts * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if self.placement.eager else 0
+        waiting = (rows - prompts) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0
         return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
 
     def tiers(

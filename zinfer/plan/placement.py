@@ -71,7 +71,7 @@ class Placer:
         self.engine_options = read_options(case.engine, case.options)
         self.transport = self.engine_options.transport()
         self.case = self._with_codes(case)
-        self.place = lru_cache(MEMOISED)(self._place)
+        self.choose = lru_cache(MEMOISED)(self._choose)
         self.bare = lru_cache(MEMOISED)(self._bare)
         self._weights = lru_cache(MEMOISED)(self._place_weights)
 
@@ -116,7 +116,7 @@ class Placer:
             return case
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
-    def _place(self, workload: Workload) -> Placement:
+    def _choose(self, workload: Workload) -> Placement:
         """Place a workload as is fastest, with coded resident layers kept unpacked.
 
         They take no more bytes than in the checkpoint, by which a budget counts. With ``auto`` fewer layers stay where
@@ -192,8 +192,10 @@ class Placer:
 
     @property
     def _host_room(self) -> float:
-        known = self.machine.host_bytes
-        return TUNING.max_host_share * (TUNING.assumed_host * self.machine.gpu_bytes if known is None else known)
+        host_bytes = self.machine.host_bytes
+        return TUNING.max_host_share * (
+            TUNING.assumed_host * self.machine.gpu_bytes if host_bytes is None else host_bytes
+        )
 
     def host_fits(self, tiers: Tiers) -> bool:
         """True if host memory holds its part of the KV cache."""
@@ -333,20 +335,20 @@ class Placer:
             update["graphs"] = case.offload == "none" or kept == model.streamed_bytes or model.attends_by_name
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
-        if transport.fetched == "chunks" and self._experts_on_demand:
+        if transport.fetch_unit == "chunks" and self._experts_on_demand:
             update |= self._expert_buffers(depth) | {"cpu_tokens": self._cpu_tokens, "expert_ratio": model.stored_ratio}
             update["graphs"] = bool(update.get("graphs") and self._cpu_tokens)  # else the CPU gets to know each choice
-        elif transport.fetched == "chunks":
+        elif transport.fetch_unit == "chunks":
             ring = depth * Sizes(base, model).chunk if self.machine.gpu_count else 0
             update |= {"layer_buffers": 1 + ring / model.layer_bytes, "ring_depth": depth}
             update["kv_buffers"] = depth if self.machine.gpu_count else 1
-        elif transport.fetched == "layer":
+        elif transport.fetch_unit == "layer":
             update |= {"layer_buffers": whole, "divided": divided}
-        elif transport.fetched == "matrix":
+        elif transport.fetch_unit == "matrix":
             matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
             matrix = max(matrix, model.expert_parameters * model.dtype_bytes)  # one module holds a layer's experts
             update["layer_buffers"] = matrix / model.layer_bytes
-        if transport.fetched == "chunks" and base.tier == "nvme":
+        if transport.fetch_unit == "chunks" and base.tier == "nvme":
             largest_layer = round(max(model.layer_parameters) * model.dtype_bytes * base.wire_ratio)
             update["disk_ring_bytes"] = max(1, TUNING.disk_ring_layers * largest_layer)
             update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
@@ -388,8 +390,8 @@ class Placer:
             over_link = touched * self._base.wire_ratio / link + each * touched / model.expert_bytes if link else inf
             return 0 < cpu < over_link
 
-        found = next((tokens for tokens in range(limit, 0, -1) if faster(tokens)), 0)
-        return max(found, TUNING.min_cpu_tokens) if asked else found
+        cpu_tokens = next((tokens for tokens in range(limit, 0, -1) if faster(tokens)), 0)
+        return max(cpu_tokens, TUNING.min_cpu_tokens) if asked else cpu_tokens
 
     @cached_property
     def _experts_on_demand(self) -> bool:

@@ -155,7 +155,7 @@ class Planner:
     def placement(self, workload: Workload) -> Placement:
         """Return the placement that the engine obeys."""
         given = self._given_for(workload)
-        return given.placement if given else self._cautious_placer.place(workload)
+        return given.placement if given else self._cautious_placer.choose(workload)
 
     def _given_for(self, workload: Workload) -> Plan | None:
         given = self._given
@@ -298,7 +298,7 @@ class Planner:
 
     def _figured(self, workload: Workload) -> Placement:
         """Return the placement that figures are of: the one that is obeyed; for limits, the one without a margin."""
-        return (self.placer if self.efficiency is None else self._cautious_placer).place(workload)
+        return (self.placer if self.efficiency is None else self._cautious_placer).choose(workload)
 
     def _find_times(self, workload: Workload, drafts: int = 0) -> tuple[Times, Times]:
         placement = self._figured(workload)

@@ -253,9 +253,9 @@ class Timing:
         part = min(1.0, (machine.host_bandwidth or inf) / (cpu + link))
         slow_cpu = min(cpu, machine.shared_attention_bandwidth or part * cpu)
         slow_link = min(link, machine.shared_h2d_bandwidth or max(part, RATES.link_keeps) * link)
-        together = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
-        lost = cpu + link - together  # bandwidth that both lose while all cores attend
-        loss = max(0.0, share * cpu + link - together) / lost if lost > 0 else 0.0
+        combined = min(slow_cpu + slow_link, machine.host_bandwidth or inf)
+        lost = cpu + link - combined  # bandwidth that both lose while all cores attend
+        loss = max(0.0, share * cpu + link - combined) / lost if lost > 0 else 0.0
         cpu_rate, link_share = share * slow_cpu, 1 - loss * (1 - slow_link / link)
         both = min(host_kv / cpu_rate, copying / link_share)
         return both + (host_kv - cpu_rate * both) / (share * cpu), copying + (1 - link_share) * both

@@ -36,13 +36,13 @@ def facts_in(facts: Sequence[str], text: str) -> list[str]:
 
     A fact counts as a whole word or number only: ``8`` is neither in ``18`` nor in ``8.5``.
     """
-    stated, place = [], 0
+    stated, start = [], 0
     for fact in facts:
         before, after = (r"(?<!\w)(?<!\d[.,])", r"(?![.,]?\d)(?!\w)")
         pattern = before * fact[:1].isalnum() + re.escape(fact) + after * fact[-1:].isalnum()
-        if match := re.compile(pattern).search(text, place):
+        if match := re.compile(pattern).search(text, start):
             stated.append(fact)
-            place = match.end()
+            start = match.end()
     return stated
 
 

@@ -108,7 +108,7 @@ class Forked(subprocess.Popen[bytes]):
     ) -> None:  # fmt: skip
         stdin, _, _, stdout, _, stderr = pipes[:6]
         files = {0: stdin, 1: stdout, 2: stderr} | {file: file for file in pass_fds}
-        files = {place: place if file == -1 else file for place, file in files.items()}
+        files = {number: number if file == -1 else file for number, file in files.items()}
         order = {
             "words": [word for word in args[1:] if word != "-P"], "places": [*files], "folder": os.getcwd(),
             "env": dict(os.environ if env is None else env), "parent": os.getpid(), "session": self._session,

@@ -89,21 +89,23 @@ def serving(
     *,
     ready: bool = True,
     buffer: int | None = None,
-    say: Callable[[str], None] = lambda _text: None,
+    on_message: Callable[[str], None] = lambda _text: None,
     log: Callable[[str], None] | None = None,
     tokenizer: Tokenizes | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
-    bytes of an answer; `say` gets the server's lines, `log` those about requests. The `tokenizer` is the model's, or
-    that of an `InlineRows`."""
+    bytes of an answer; `on_message` gets the server's lines, `log` those about requests. The `tokenizer` is the
+    model's, or that of an `InlineRows`."""
     if tokenizer is None:
         tokenizer = InlineTokenizer() if plan.model.directory is None else TokenizerProcess(plan.model)
     made = Settings(NAME, drain_s=20.0)._replace(**settings)
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(Dispatcher(plan, make_worker, load, made, tokenizer, on_message=say), bound, log))
+        server = Server(
+            HttpServer(Dispatcher(plan, make_worker, load, made, tokenizer, on_message=on_message), bound, log)
+        )
         server.start()
         try:
             if ready:

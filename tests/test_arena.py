@@ -110,13 +110,13 @@ def test_without_room_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> Non
     assert status_of(error.value) == "oom_host"
     growing = PinnedArena(5_000_000, pin=False, grow=True)
     with pytest.raises(MemoryError, match="are free"):
-        growing.take(4_000_000)
+        growing.allocate(4_000_000)
     assert growing.used == 0
 
 
 def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
     limit = PinnedArena(1 << 44, pin=False, grow=True)
-    assert limit.take(PAGE).numel() == PAGE
+    assert limit.allocate(PAGE).numel() == PAGE
     limit.seal()
     assert limit.size == PAGE
     limit.close()
@@ -149,8 +149,8 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
     )
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
     made = PinnedArena(8 * PAGE, pin=True, grow=True)
-    made.take(PAGE)
-    made.take(2 * PAGE + 1)
+    made.allocate(PAGE)
+    made.allocate(2 * PAGE + 1)
     assert not made.pinned
     made.seal()
     assert made.pinned
@@ -183,7 +183,7 @@ def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: pytest.MonkeyP
     made = PinnedArena(9 * PAGE, pin=True, grow=True)
     start = made.memory.data_ptr()
     for size in (PAGE + 1, PAGE, 5, 7):  # the first and the third end ranges
-        made.take(size).fill_(size % 251)
+        made.allocate(size).fill_(size % 251)
         made.lock_taken()
     made.seal()
     assert locked == {start: 2 * PAGE, start + 2 * PAGE: 2 * PAGE, start + 4 * PAGE: 7}
@@ -193,7 +193,7 @@ def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: pytest.MonkeyP
     assert locked == {}
     refused.append(2 * PAGE)
     made = PinnedArena(9 * PAGE, pin=True, grow=True)
-    made.take(2 * PAGE)
+    made.allocate(2 * PAGE)
     made.lock_taken()
     with pytest.raises(MemoryError, match="refused to page-lock"):
         made.seal()
@@ -241,7 +241,7 @@ def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
 def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
     file = pinned.shared_memory()
     arena = PinnedArena(1 << 30, pin=False, grow=True, shared=file)
-    arena.take(3 * PAGE).fill_(2)
+    arena.allocate(3 * PAGE).fill_(2)
     arena.seal()
     assert os.fstat(file).st_size == 3 * PAGE, "memory touched ahead is given back"
     words = [sys.executable, "-c", READ, str(file), str(arena.size)]

@@ -327,8 +327,8 @@ def experts() -> tuple[Tensor, Tensor, Tensor]:
         for blocks in (2, 1):
             values.append(gaussian(blocks * BLOCK, seed=4 * expert + blocks))
             coded = encoded(values[-1])
-            place = (3 * expert + (2 if blocks == 1 else 0)) * 2 * BLOCK
-            chunks.append((coded.layout, sum(map(len, parts)), place))
+            offset = (3 * expert + (2 if blocks == 1 else 0)) * 2 * BLOCK
+            chunks.append((coded.layout, sum(map(len, parts)), offset))
             parts.append(coded.data)
         rows = codec.chunk_places(chunks)
         assert rows is not None

@@ -270,13 +270,13 @@ def test_a_pass_without_memory_costs_no_sequence(
     assert [len(row.output_ids) for row in finished] == limits
 
 
-@pytest.mark.parametrize("way", ["here", "cpu"])
+@pytest.mark.parametrize("way", ["device", "cpu"])
 def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
     way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Memory runs out after the window's move is noted, before the move."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
-    options: dict[str, Any] = {} if way == "here" else {"kv_offload": "cpu", "kv_attention": "cpu"}
+    options: dict[str, Any] = {} if way == "device" else {"kv_offload": "cpu", "kv_attention": "cpu"}
     engine = load("stream", kind("gemma2"), "cpu", tmp_path, **options)
     ids = torch.tensor([[5, 9, 11, 30, 7, 8, 21, 40]])
     batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 12)

@@ -130,8 +130,8 @@ def made(
         if module.has_bias:
             bias = torch.randn(count, rows, generator=torch.Generator().manual_seed(rows)).to(dtype)
             tensors[f"{leaf}_bias"] = values[f"{leaf}_bias"] = bias
-            place = Entry((leaf,), ((module, leaf),), bias, 0)
-            entries[f"{leaf}_bias"] = place
+            entry = Entry((leaf,), ((module, leaf),), bias, 0)
+            entries[f"{leaf}_bias"] = entry
     arena = PinnedArena(1 << 26, pin=False, grow=True)
     experts = Experts(module, entries, count)
     packed = pack_experts(experts, tensors, coded, arena, plain=True)
@@ -173,8 +173,8 @@ def check(module: nn.Module, name: str, size: str, dtype: torch.dtype, tokens: i
     assert computed.status == "on"
     count, hidden, _ = SIZES[size]
     if fast is not None:
-        own = computed._layers[0]
-        assert (bool(own.up.fast), bool(own.down.fast)) == (fast, fast)
+        layer = computed._layers[0]
+        assert (bool(layer.up.fast), bool(layer.down.fast)) == (fast, fast)
     given = call(tokens, hidden, count, dtype)
     result, expected = computed.compute(0, *given), exact(module, values, *given)
     # Activations are rounded to the type of the states after each product: 8 bits for bf16, 11 for fp16.

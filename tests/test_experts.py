@@ -583,12 +583,12 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
         log.append(f"layer {transfer.layer}")
         copy(ring, transfer)
 
-    def fetched(pool: ExpertPool, key: Key) -> None:
+    def logged_copy(pool: ExpertPool, key: Key) -> None:
         log.append(f"expert {key}")
         real(pool, key)
 
     monkeypatch.setattr(PrefetchRing, "_copy", copied)
-    monkeypatch.setattr(ExpertPool, "_copy", fetched)
+    monkeypatch.setattr(ExpertPool, "_copy", logged_copy)
     layers = [Reading(layer, bench, log) for layer in range(6)]
     for layer in layers:
         shape = torch.empty(40, dtype=torch.uint8)

@@ -189,7 +189,7 @@ def unpacked_ways(engine: Any) -> Iterator[int]:
     placement = engine.planner.plan.placement
     stay = placement.resident_layers
     for unpacked in ((), stay, stay[:1], ()):
-        engine.place(placement.model_copy(update={"unpacked_layers": unpacked}))
+        engine.apply_placement(placement.model_copy(update={"unpacked_layers": unpacked}))
         yield len(unpacked)
 
 
@@ -243,13 +243,13 @@ def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds,
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
-@pytest.mark.parametrize("way", ["here", "over the link", "by the CPU", "some by the CPU"])
+@pytest.mark.parametrize("way", ["on the device", "over the link", "by the CPU", "some by the CPU"])
 def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     way: str, architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     test_continuous.small(monkeypatch)
     options: dict[str, Any] = {
-        "here": {},
+        "on the device": {},
         "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
         "by the CPU": {"kv_offload": "cpu", "kv_attention": "cpu"},
         "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
@@ -264,7 +264,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
 
 WAYS_OF_DRAFTS: dict[str, dict[str, Any]] = {
     "resident": {},
-    "here": {},
+    "on the device": {},
     "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
     "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
 }

@@ -34,7 +34,7 @@ LAST = "model.layers.5.mlp.up_proj.weight"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
 

@@ -176,11 +176,11 @@ class Double:
         numbers, owners, total = align(experts, self.experts, 4)
         pairs = experts.numel()
         out = torch.full((pairs, 1, self.rows), float("nan"), dtype=self.dtype)
-        for place in range(int(total)):
-            pair = int(numbers[place])
+        for index in range(int(total)):
+            pair = int(numbers[index])
             if pair < pairs:
                 state = states[pair * len(states) // pairs]
-                out[pair, 0] = functional.linear(state, self._values[int(owners[place // 4])])
+                out[pair, 0] = functional.linear(state, self._values[int(owners[index // 4])])
         return self.kernel(lambda: out)
 
     def unpack(self, out: Tensor) -> None:
@@ -233,7 +233,7 @@ def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -
 
     Its layer buffer holds NaN before a layer is unpacked.
     """
-    device_rows, reads = options.pop("here", None), options.pop("kernel", True)
+    device_rows, reads = options.pop("device_rows", None), options.pop("kernel", True)
     options = {"dtype": "float32", "weight_codec": "lossless"} | options
     with nullcontext() if reads else unread():
         engine: Any = load("stream", directory, "cpu", scratch, device_rows=device_rows, **options)
@@ -304,7 +304,7 @@ def test_layers_read_from_their_codes_are_not_kept_unpacked(
     expected = run(start(made("int4 groups"), tmp_path, kernel=False))
     engine = start(made("int4 groups"), tmp_path)
     assert torch.equal(greedy(engine, LENGTHS), expected)
-    engine.place(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
+    engine.apply_placement(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
     assert torch.equal(run(engine), expected)
     assert not engine._ring.unpacked
 
@@ -321,7 +321,7 @@ def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
     assert {type(chunk.layout) for chunk in layer.chunks} == {CodesLayout, type(None)}
     parameters = dict(engine._layers[0].named_parameters())
     places = {name: weight.data_ptr() - held.data_ptr() for name, weight in parameters.items()}
-    inside = {name for name, place in places.items() if 0 <= place < held.nbytes}
+    inside = {name for name, offset in places.items() if 0 <= offset < held.nbytes}
     assert "self_attn.q_proj.weight" in inside
     assert inside == set(layer.in_place) == {name for name in parameters if not name.endswith("_proj")}
 
@@ -436,7 +436,7 @@ def test_rows_with_their_cache_in_host_memory(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, queued: None
 ) -> None:
     """Two calls of a layer in a pass, in two queues."""
-    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
+    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "device_rows": 1}
     tokens = list[Tensor]()
     for option in ("off", "auto"):
         engine = start(made("int4 groups"), tmp_path, kernel=option == "auto", **options)

@@ -331,7 +331,7 @@ def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     plain = [chunk_module.plain([("weight", weight)], 0) for weight in weights]
     layers = stored(tmp_path / "layers.bin", zip(range(5), plain, weights, strict=True), 0)
     places, copies, seen = layers.layers, deque[tuple[Copying, Any]](), 0
-    layers.begin(cycle(place.chunks[0] for place in places))
+    layers.begin(cycle(layer.chunks[0] for layer in places))
     assert layers.ring_bytes == 6 * PAGE, "room for two"
     for turn in range(12):
         content = layers.get(places[turn % 5].chunks[0])

@@ -333,10 +333,10 @@ def test_a_layer_is_unpacked_in_the_first_queue(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(), monkeypatch)
-    take = PrefetchRing._receive
+    receive = PrefetchRing._receive
 
     def careless(ring: PrefetchRing, index: int, chunk: Chunk | None) -> Tensor:
-        content = take(ring, index, chunk)
+        content = receive(ring, index, chunk)
         ring._free_oldest()  # before it is read
         ring._returned -= 1
         return content

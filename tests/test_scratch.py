@@ -46,15 +46,15 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    (tmp_path / "place").mkdir()
-    return tmp_path / "place"
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
 
 
-def killed(script: str, place: Path) -> Path:
+def killed(script: str, folder: Path) -> Path:
     """Kill `script` once its path exists, and return the path."""
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(place)], stdout=subprocess.PIPE, env=environment(), text=True
+        [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, env=environment(), text=True
     )
     assert process.stdout is not None
     path = Path(process.stdout.readline().strip())
@@ -75,28 +75,28 @@ def entry(state: Path, path: Path | str, name: str, boot: str | None = None, hos
 
 
 @pytest.mark.parametrize("script", [WEIGHTS, FILE])
-def test_a_killed_process_leaves_nothing_for_good(place: Path, state: Path, script: str) -> None:
-    (place / "good.txt").write_text("good")
-    path, messages = killed(script, place), list[str]()
+def test_a_killed_process_leaves_nothing_for_good(folder: Path, state: Path, script: str) -> None:
+    (folder / "good.txt").write_text("good")
+    path, messages = killed(script, folder), list[str]()
     assert path.exists()
     scratch.remove_abandoned(messages.append)
-    assert [file.name for file in place.iterdir()] == ["good.txt"]
-    assert (place / "good.txt").read_text() == "good"
+    assert [file.name for file in folder.iterdir()] == ["good.txt"]
+    assert (folder / "good.txt").read_text() == "good"
     assert len(messages) == 1
     assert str(path) in messages[0]
     assert list(state.iterdir()) == []
 
 
-def test_the_next_command_says_what_it_removed(place: Path) -> None:
-    path = killed(WEIGHTS, place)
-    result = CliRunner().invoke(cli, ["export", str(place / "nothing")])
+def test_the_next_command_says_what_it_removed(folder: Path) -> None:
+    path = killed(WEIGHTS, folder)
+    result = CliRunner().invoke(cli, ["export", str(folder / "nothing")])
     assert result.exit_code == 4
     assert f"removed {path}," in result.stderr
     assert not path.exists()
 
 
-def test_a_target_of_a_link_stays(place: Path, tmp_path: Path) -> None:
-    path, thesis = killed(WEIGHTS, place), tmp_path / "thesis"
+def test_a_target_of_a_link_stays(folder: Path, tmp_path: Path) -> None:
+    path, thesis = killed(WEIGHTS, folder), tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter.txt").write_text("years of work")
     (path / "link").symlink_to(thesis)
@@ -105,10 +105,10 @@ def test_a_target_of_a_link_stays(place: Path, tmp_path: Path) -> None:
     assert (thesis / "chapter.txt").read_text() == "years of work"
 
 
-def test_an_entry_names_only_what_bears_its_name(place: Path, state: Path) -> None:
-    thesis = place / "thesis.txt"
+def test_an_entry_names_only_what_bears_its_name(folder: Path, state: Path) -> None:
+    thesis = folder / "thesis.txt"
     thesis.write_text("years")
-    names = [entry(state, path, f"name{number}") for number, path in enumerate((thesis, place, place / "none"))]
+    names = [entry(state, path, f"name{number}") for number, path in enumerate((thesis, folder, folder / "none"))]
     (state / "torn.scratch").write_text("")
     scratch.remove_abandoned()
     assert thesis.read_text() == "years"
@@ -117,8 +117,8 @@ def test_an_entry_names_only_what_bears_its_name(place: Path, state: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["open", "link"])
-def test_a_state_folder_that_others_may_write_to_is_not_used(place: Path, state: Path, kind: str) -> None:
-    part = place / "x.abcd.part"
+def test_a_state_folder_that_others_may_write_to_is_not_used(folder: Path, state: Path, kind: str) -> None:
+    part = folder / "x.abcd.part"
     part.write_text("x")
     entry(state, part, "abcd")
     if kind == "open":
@@ -128,13 +128,13 @@ def test_a_state_folder_that_others_may_write_to_is_not_used(place: Path, state:
         state.symlink_to("elsewhere")
     scratch.remove_abandoned()
     assert part.exists()
-    with scratch.folder(place, "weights") as made:
+    with scratch.folder(folder, "weights") as made:
         assert made.path.is_dir()
     assert len(list(state.iterdir())) == 1
 
 
-def test_what_another_host_left_on_a_shared_drive_stays(place: Path, state: Path) -> None:
-    part = place / "x.abcd.part"
+def test_what_another_host_left_on_a_shared_drive_stays(folder: Path, state: Path) -> None:
+    part = folder / "x.abcd.part"
     part.write_text("x")
     entry(state, part, "abcd", "another boot", "another host")
     scratch.remove_abandoned()
@@ -144,32 +144,32 @@ def test_what_another_host_left_on_a_shared_drive_stays(place: Path, state: Path
     assert not part.exists()
 
 
-def test_a_process_that_ends_in_order_leaves_nothing(place: Path, state: Path) -> None:
-    with scratch.folder(place, "weights") as made:
+def test_a_process_that_ends_in_order_leaves_nothing(folder: Path, state: Path) -> None:
+    with scratch.folder(folder, "weights") as made:
         (made.path / "layer.dat").write_text("x")
         assert made.path.stat().st_mode & 0o777 == 0o700
         assert len(list(state.iterdir())) == 1
-    atomic.write(place / "file", "x")
-    scratch.folder(place, "weights")
+    atomic.write(folder / "file", "x")
+    scratch.folder(folder, "weights")
     scratch.cleanup()
-    assert [file.name for file in place.iterdir()] == ["file"]
+    assert [file.name for file in folder.iterdir()] == ["file"]
     assert list(state.iterdir()) == []
 
 
-def test_without_a_state_folder_everything_else_works(place: Path, tmp_path: Path) -> None:
+def test_without_a_state_folder_everything_else_works(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
-    atomic.write(place / "file", "x")
-    with scratch.folder(place, "weights") as made:
+    atomic.write(folder / "file", "x")
+    with scratch.folder(folder, "weights") as made:
         (made.path / "layer.dat").write_text("x")
     scratch.remove_abandoned()
-    assert [file.name for file in place.iterdir()] == ["file"]
+    assert [file.name for file in folder.iterdir()] == ["file"]
 
 
-def test_a_file_goes_with_the_folder_of_another_process(place: Path, state: Path) -> None:
+def test_a_file_goes_with_the_folder_of_another_process(folder: Path, state: Path) -> None:
     """A worker writes into a folder of its command, and is killed; the command ends in order."""
-    with scratch.folder(place, "reuse") as made:
+    with scratch.folder(folder, "reuse") as made:
         assert killed(FILE, made.path).is_file()
-    assert not [*place.iterdir()]
+    assert not [*folder.iterdir()]
     scratch.remove_abandoned()
     assert not [*state.iterdir()]
 
@@ -191,29 +191,29 @@ except OSError as error:
 """
 
 
-def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(place: Path, state: Path) -> None:
+def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(folder: Path, state: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, str(place)], env=environment(), capture_output=True, text=True,
+        [sys.executable, "-c", READ_ONLY, str(folder)], env=environment(), capture_output=True, text=True,
         timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     assert "Read-only" in done.stdout
-    assert [*place.iterdir()]
+    assert [*folder.iterdir()]
     scratch.remove_abandoned()
-    assert not [*place.iterdir(), *state.iterdir()]
+    assert not [*folder.iterdir(), *state.iterdir()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["command", "worker", "both"])
 def test_a_killed_run_leaves_no_weights_on_the_drive(
-    place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
+    folder: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
     from tests.command import probed, started, zinfer_process
 
     probed(tmp_path)
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "nvme"]
-    words += ["--nvme-path", str(place), "-p", "x", "--output-len", "900", "--ignore-eos"]
+    words += ["--nvme-path", str(folder), "-p", "x", "--output-len", "900", "--ignore-eos"]
     process = started(tmp_path, *words)
-    wait(lambda: list(place.glob("zinfer-weights-*/index.json")))
+    wait(lambda: list(folder.glob("zinfer-weights-*/index.json")))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1
     for number in [process.pid] * (victim != "worker") + [int(children[0])] * (victim != "command"):
@@ -222,5 +222,5 @@ def test_a_killed_run_leaves_no_weights_on_the_drive(
     assert process.returncode == (5 if victim == "worker" else -signal.SIGKILL)
     if victim != "worker":
         wait(lambda: not Path(f"/proc/{children[0]}").exists())
-        assert f"removed {place}" in zinfer_process(tmp_path, "export", "nothing").stderr
-    assert list(place.iterdir()) == []
+        assert f"removed {folder}" in zinfer_process(tmp_path, "export", "nothing").stderr
+    assert list(folder.iterdir()) == []

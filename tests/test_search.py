@@ -50,10 +50,10 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
     # Without its rate no plan may trust a CPU with attention, but a user may.
     places = ("none", "auto", "cpu") if machine.attention_bandwidth is not None else ("none", "auto")
     experts = ("auto", "all", "on-demand") if spec.num_experts else ("auto",)
-    grid = [planner("none", None, kv_offload=place) for place in places]
+    grid = [planner("none", None, kv_offload=kv_offload) for kv_offload in places]
     grid += [
-        planner("cpu", share, kv_offload=place, experts=choice)
-        for share, place, choice in product(("0%", "20%", "40%", "60%", "80%", "100%"), places, experts)
+        planner("cpu", share, kv_offload=kv_offload, experts=choice)
+        for share, kv_offload, choice in product(("0%", "20%", "40%", "60%", "80%", "100%"), places, experts)
     ]
     return default, max(rate(planner, powers(planner.max_batch(workload))) for planner in grid)
 
@@ -93,9 +93,9 @@ def test_a_finer_grid_of_shares_finds_little_more(calibrated: bool) -> None:
 def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leave_the_gpu() -> None:
     spec, workload = resolve.resolve("gpt-oss-120b"), Workload(batch_size=1, input_len=64, output_len=16)
     largest = []
-    for place in ("none", "auto", "cpu"):
+    for kv_offload in ("none", "auto", "cpu"):
         case = Case(
-            model=spec.name, engine="stream", offload="none", workload=workload, options=(("kv_offload", place),)
+            model=spec.name, engine="stream", offload="none", workload=workload, options=(("kv_offload", kv_offload),)
         )
         planner = Planner(case, spec, machines.load("h100-80gb"), shipped()["stream"])
         largest.append(planner.max_batch(workload))

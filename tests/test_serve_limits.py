@@ -268,7 +268,7 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
             return super()._start(session, request).model_copy(update={"cannot_reuse": "it has states"})
 
     messages: list[str] = []
-    with serving(PLAN, Whole, cache_size=5000, say=messages.append) as server:
+    with serving(PLAN, Whole, cache_size=5000, on_message=messages.append) as server:
         assert server.ask("/health")[:2] == (
             200,
             {"status": "ok", "worker": "idle", "prefix_reuse": "off: it has states"},

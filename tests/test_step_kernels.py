@@ -145,8 +145,8 @@ def test_matrices_that_read_the_same_states_are_one_launch(dtype: torch.dtype, b
     # The second call of q follows one of another kind, without a bias.
     assert [launches for *_, launches in passes] == [(1,) * 6, (3, 1, 1, 1), (3, 1, 1, 1), ()]
     for expected, actual, _ in passes:
-        for one, other in zip(actual, expected, strict=True):
-            assert error(one, other) < BOUNDS[dtype] * 4
+        for result, wanted in zip(actual, expected, strict=True):
+            assert error(result, wanted) < BOUNDS[dtype] * 4
 
 
 def test_the_kernels_compile_for_an_h100() -> None:

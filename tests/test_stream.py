@@ -104,14 +104,14 @@ def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, lis
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
     arena = PinnedArena(10 * PAGE, pin=False, grow=True)
     _opened.callback(arena.close)
-    taken = [arena.take(size) for size in (100, PAGE, 3, 2 * PAGE + 1)]
+    taken = [arena.allocate(size) for size in (100, PAGE, 3, 2 * PAGE + 1)]
     for value, part in enumerate(taken, 1):
         part.fill_(value)
-    arena.take(PAGE)
+    arena.allocate(PAGE)
     for value, part in enumerate(taken, 1):
         assert part.unique().tolist() == [value]
     with pytest.raises(MemoryError, match="the arena has"):
-        arena.take(9 * PAGE)
+        arena.allocate(9 * PAGE)
 
 
 class Layer(nn.Module):
@@ -410,7 +410,7 @@ def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
         fewer = {"resident_layers": (0, 2), "resident_bytes": placement.resident_bytes * 2 // 3}
         others.append(others[1].model_copy(update=fewer | {"unpacked_layers": (2,)}))
     for now in (placement, *others, placement):
-        loaded.place(now)
+        loaded.apply_placement(now)
         for ours, theirs in zip(tokens(loaded), expected, strict=True):
             assert torch.equal(ours, theirs)
         actual, kept = loaded.effective(), (len(now.resident_layers), len(now.unpacked_layers))

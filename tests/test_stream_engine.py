@@ -160,7 +160,7 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(engine: FakeStr
         )
         engine.expect(LOAD)
         assert steps(2) == 2  # the device was short after all
-    assert not engine._headroom.known
+    assert not engine._headroom.measured
 
 
 def _no_room() -> None:
@@ -178,7 +178,9 @@ def test_buffers_shrink_before_others_grow(checkpoint: Checkpoints, monkeypatch:
     monkeypatch.setattr(PrefetchRing, "resize", noted)
     sizes = ({"ring_depth": 6, "expert_buffers": 3, "cached_experts": 4}, {"ring_depth": 3, "expert_buffers": 9})
     for size in sizes:
-        engine.place(engine.plan.placement.model_copy(update={"layer_chunks": 99, "cached_experts": 0, **size}))
+        engine.apply_placement(
+            engine.plan.placement.model_copy(update={"layer_chunks": 99, "cached_experts": 0, **size})
+        )
     assert events == [
         "ring 2", "experts 2 0", "ring 6", "experts 3 4", "ring 3", "experts 3 0", "ring 3", "experts 9 0",
     ]  # fmt: skip
@@ -196,7 +198,7 @@ def test_resident_layers_change_with_the_batch(gpu_bytes: int, resident: int, ch
     engine = fake_stream(checkpoint("llama", hidden_size=256), machine=machine, gpu_weights="auto")
     for batch_size, expected in ((1, resident), (1 << 14, 0), (1, resident)):
         workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
-        engine.place(engine.planner.placement(workload))
+        engine.apply_placement(engine.planner.placement(workload))
         assert engine.effective().settings["resident_layers"] == expected
 
 

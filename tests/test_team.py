@@ -129,7 +129,7 @@ def test_a_pass_that_fails_on_one_rank_fails_alone(
 def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Refuse a micro-batch that one rank cannot hold. The others go on."""
     token_ids, mask = prompts(BATCHES[0])
-    for verb in ("place", "admit"):
+    for verb in ("apply_placement", "admit"):
         batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
         tokens = [logits.argmax(-1)]
 

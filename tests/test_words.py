@@ -37,7 +37,7 @@ def scopes(node: ast.AST) -> Iterator[Scope]:
 
 
 def docstrings(*folders: str) -> Iterator[tuple[str, Scope, str]]:
-    """Yield the place, the scope and the text of each docstring."""
+    """Yield the source, the scope and the text of each docstring."""
     for folder in folders:
         for path, tree in trees(folder).items():
             for node in scopes(tree):
@@ -52,17 +52,17 @@ def is_value(node: Scope) -> bool:
 def test_docstrings_begin_with_a_word_to_search_for() -> None:
     everything = list(docstrings("zinfer", "tests", "tools"))
     assert len(everything) > 1000
-    assert [(place, text[:60]) for place, _, text in everything if RIDDLE.match(text)] == []
+    assert [(source, text[:60]) for source, _, text in everything if RIDDLE.match(text)] == []
 
 
 def test_first_sentences_are_short() -> None:
     firsts = [
-        (place, END.split(text.replace("\n", " "))[0]) for place, _, text in docstrings("zinfer", "tests", "tools")
+        (source, END.split(text.replace("\n", " "))[0]) for source, _, text in docstrings("zinfer", "tests", "tools")
     ]
-    assert [(place, first) for place, first in firsts if len(first.split()) > MAX_WORDS] == []
+    assert [(source, first) for source, first in firsts if len(first.split()) > MAX_WORDS] == []
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
-    functions = [(place, text) for place, node, text in docstrings("zinfer") if not is_value(node)]
+    functions = [(source, text) for source, node, text in docstrings("zinfer") if not is_value(node)]
     assert len(functions) > 500
-    assert [(place, text[:60]) for place, text in functions if NOUN_PHRASE.match(text)] == []
+    assert [(source, text[:60]) for source, text in functions if NOUN_PHRASE.match(text)] == []

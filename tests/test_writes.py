@@ -82,26 +82,26 @@ class Finder(ast.NodeVisitor):
     """The functions of a module that write."""
 
     def __init__(self) -> None:
-        self.place, self.writers = list[str](), set[str]()
+        self.scopes, self.writers = list[str](), set[str]()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.place.append(node.name)
+        self.scopes.append(node.name)
         self.generic_visit(node)
-        self.place.pop()
+        self.scopes.pop()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.place.append(node.name)
+        self.scopes.append(node.name)
         self.generic_visit(node)
-        self.place.pop()
+        self.scopes.pop()
 
     def visit_Call(self, node: ast.Call) -> None:
         if writes(node):
-            outer = self.place[:2] if self.place and self.place[0].lstrip("_")[0].isupper() else self.place[:1]
+            outer = self.scopes[:2] if self.scopes and self.scopes[0].lstrip("_")[0].isupper() else self.scopes[:1]
             self.writers.add(".".join(outer) or "<module>")
         if isinstance(node.func, ast.Attribute) and node.func.attr == "callback":  # as in stack.callback(path.unlink)
             for given in node.args:
                 if isinstance(given, ast.Attribute) and given.attr in METHODS:
-                    self.writers.add(".".join(self.place[:1]))
+                    self.writers.add(".".join(self.scopes[:1]))
         self.generic_visit(node)
 
 

@@ -306,7 +306,7 @@ def is_step(works: Sequence[Work]) -> bool:
     return all(batch.length and (count == 1 or batch.length >= batch.prompt_len) for batch, count in sizes)
 
 
-def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
+def combined_workload(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
     """Return the workload of all micro-batches and new rows, as if one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
     capacities = [capacity, *(batch.capacity for batch in batches)]

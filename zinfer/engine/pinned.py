@@ -67,8 +67,8 @@ class PinnedArena:
     """Host memory of `size` bytes, all pages present, and page-locked if `pin`.
 
     The memory lies on the GPU's NUMA node as far as that has room; with `spread`, for data that all CPUs read, on all
-    nodes. With `grow`, `size` is only a limit: `take` hands memory out and makes it present then or, where plenty is
-    free, a little ahead; `seal` ends that and page-locks what was taken, as far as `lock_taken` has not begun to.
+    nodes. With `grow`, `size` is only a limit: `allocate` hands memory out and makes it present then or, where plenty
+    is free, a little ahead; `seal` ends that and page-locks what was taken, as far as `lock_taken` has not begun to.
 
     Raises MemoryError before it touches more memory than is free, and where the driver refuses to lock that much. The
     memory goes with the process, however that ends, and is neither inherited by children nor part of a core dump. It is
@@ -103,7 +103,7 @@ class PinnedArena:
         self._locking: list[Future[None]] = []
         self._lock_end = 0  # end of the last range that is being locked
         if not grow:
-            self.take(size, progress)
+            self.allocate(size, progress)
             self.seal()
 
     @classmethod
@@ -124,7 +124,7 @@ class PinnedArena:
         """NUMA node whose CPUs touch the memory; None for all nodes."""
         return self._node.number if self._node is not None else None
 
-    def take(self, size: int, progress: Progress = silent) -> Tensor:
+    def allocate(self, size: int, progress: Progress = silent) -> Tensor:
         """Hand out the next `size` bytes, all pages present, as uint8 ``[size]``."""
         start, end = self.used, self.used + size
         if end > self.size:

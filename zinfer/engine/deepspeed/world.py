@@ -107,7 +107,7 @@ class Partition:
 
     def _pinned(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
         assert self._arena is not None
-        memory = self._arena.take(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        memory = self._arena.allocate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
         return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

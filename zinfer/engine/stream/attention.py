@@ -125,10 +125,10 @@ class HostBiases:
     def _hidden(self, lengths: Sequence[int], heads: int) -> Iterator[Tensor]:
         pairs = zip(self._biases, lengths, strict=True)
         seen = [None if bias is None else bias.hides(length, heads) for bias, length in pairs]
-        if (known := [hidden for hidden in seen if hidden is not None]) != []:
-            copies = iter(to_host(*known))
+        if (masks := [hidden for hidden in seen if hidden is not None]) != []:
+            copies = iter(to_host(*masks))
             blocks = [None if hidden is None else next(copies) for hidden in seen]
-            yield self._joined(blocks, (1, known[0].shape[2]), max(lengths))
+            yield self._joined(blocks, (1, masks[0].shape[2]), max(lengths))
 
     def _of_heads(self, lengths: Sequence[int]) -> Iterator[Tensor]:
         if self._alibi is not None:
@@ -175,10 +175,10 @@ class JoinedLayer(DynamicLayer):  # type: ignore[misc]
 
     def check(self, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
         """Note a call of the attention function. Raises OwnAttentionError if it differs from what others do."""
-        own = (
+        supported = (
             ("position_bias",) if any(bias is not None and bias.positions is not None for bias in self._biases) else ()
         )
-        other = unknown(options, "s_aux", *own)
+        other = unknown(options, "s_aux", *supported)
         if mask is not None or self.attended or other or query.shape[2] != key.shape[2]:
             what = sorted(other) or ("a mask" if mask is not None else "keys of another pass or layer")
             raise OwnAttentionError(f"attention with {what}")
@@ -244,7 +244,7 @@ class Ragged:
         slopes = bloom.adapt(layers)
         self.alibi = None if slopes is None else Alibi(slopes, slopes.to(device), model.dtype)
         self.by_name = self.alibi is not None or calls_by_name(layers)
-        self.own = "sdpa" if self.alibi is not None else str(model.config._attn_implementation)
+        self.implementation = "sdpa" if self.alibi is not None else str(model.config._attn_implementation)
         self.sinks = any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in layers.modules())
         same = "eager" if self.sinks else "sdpa"  # transformers' function that computes what `plain_attention` does
         replaceable = all(name == same for _, name in self._configs) and bool(
@@ -275,8 +275,8 @@ class Ragged:
         """Switch the model to the attention function of that name; None: to its own."""
         if name != self._name:
             self._name = name
-            for config, own in self._configs:
-                config._attn_implementation_internal = name or own
+            for config, original in self._configs:
+                config._attn_implementation_internal = name or original
 
     @contextmanager
     def cache(

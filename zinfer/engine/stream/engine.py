@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zinfer.core.case import Option, Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
-from zinfer.engine.base import Work, is_step, together
+from zinfer.engine.base import Work, combined_workload, is_step
 from zinfer.engine.cache import STORAGE, RowCache, dequantize_kv, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import MovedRows
 from zinfer.engine.state import Entry, ModelState
@@ -86,11 +86,11 @@ class Stream(SharedPasses):
         self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, *calls)
         self._few_experts = FewExperts(self.model, device) if options.experts_kernel == "auto" else None
         self._check_options()
-        self._widen = dequantize_kv
+        self._dequantize = dequantize_kv
         if options.kv_cache_dtype in STORAGE and cannot_run(device) is None:
-            from zinfer.engine.stream.widen_kernel import widen
+            from zinfer.engine.stream.dequantize_kernel import dequantize
 
-            self._widen = widen
+            self._dequantize = dequantize
         streamed, shared = plan.placement.tier != "gpu", shares_keys(self.model.config)
         self._headroom = MemoryHeadroom(device)
         self._kv = HostKV(plan.model, options, device, self.progress, streamed=streamed, shared=shared)
@@ -223,7 +223,7 @@ class Stream(SharedPasses):
                 self._pool.steps.clear()
             if self.expected is None:
                 self._kv.begin()
-        load = self.expected or together(self.batches, rows, length, capacity)
+        load = self.expected or combined_workload(self.batches, rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
         self._share_out(placement, load)
@@ -233,7 +233,7 @@ class Stream(SharedPasses):
         on_device, storage = rows - on_host, self.options.kv_cache_dtype
         cache = None
         if not self._own_cache:
-            cache = make_cache(self.model.config, rows, capacity, storage, on_device, self._widen)
+            cache = make_cache(self.model.config, rows, capacity, storage, on_device, self._dequantize)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         self._graphs.reuse_memory(batch)
         if on_host and isinstance(cache, RowCache) and cache.attention:
@@ -312,7 +312,7 @@ class Stream(SharedPasses):
         if pool is not None:
             pool.resize(*experts)
 
-    def place(self, placement: Placement) -> None:
+    def apply_placement(self, placement: Placement) -> None:
         """Place weights and buffers by `placement`. It counts the work of all ranks. Raises torch.OutOfMemoryError."""
         self.given = placement
         self._share_out(placement)
@@ -369,7 +369,7 @@ class Stream(SharedPasses):
         attending = any(batch.on_cpu for batch in self.batches)
         if ring is None or source is None or source.file_bytes or self._group is not None or self._pool is not None:
             return
-        if not attending or self.expected is None or headroom.ring_depth or not headroom.known:
+        if not attending or self.expected is None or headroom.ring_depth or not headroom.measured:
             return
         layers = prefetch_distance(ring.streamed, len(ring.layers))
         wanted = ceil(layers * max(len(packed.chunks) for packed in ring.layers))
@@ -440,13 +440,13 @@ class Stream(SharedPasses):
     def effective(self) -> Effective:
         self.finish_loading()
         mixture, few, pool = self.plan.model.num_experts > 1, self._few_experts, self._pool
-        streamed, fetched, read = self._per_step
+        streamed, kv_bytes, read = self._per_step
         settings: dict[str, Option] = {
             "kv_offload": self.options.kv_offload,
             "kv_cache_dtype": self.options.kv_cache_dtype,
             **self._kv.settings,
-            "kv_bytes_per_step": fetched,
-            "attention": self._ragged.own,
+            "kv_bytes_per_step": kv_bytes,
+            "attention": self._ragged.implementation,
             "cuda_graphs": self._graphs.status,
             "graph_kernels": self._graphs.kernels,
         }

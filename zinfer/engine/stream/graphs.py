@@ -578,7 +578,7 @@ class Graphs:
                 with _observed(self._layers, states) as others:
                     static()
                 pairs = zip(others, states, strict=True)
-                same = same and sum(not alike(here[1], there[1]) for here, there in pairs) <= self._may_differ
+                same = same and sum(not alike(output[1], observed[1]) for output, observed in pairs) <= self._may_differ
             with_s = self._recorder.timed(graph.replay)[1]
             if not same:
                 fault = DIFFERS

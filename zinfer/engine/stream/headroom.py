@@ -37,7 +37,7 @@ class MemoryHeadroom:
         self._short = True
 
     @property
-    def known(self) -> bool:
+    def measured(self) -> bool:
         """Tell whether passes have shown their need, and left this memory free."""
         return not self._short and self._passes >= MIN_PASSES
 
@@ -49,7 +49,7 @@ class MemoryHeadroom:
 
     def rows(self, max_rows: int, row_bytes: int, promised: int) -> int:
         """Return how many rows of `row_bytes` each have room; others will still take `promised` bytes."""
-        if not self.known or not row_bytes:
+        if not self.measured or not row_bytes:
             return 0
         return max(0, min(max_rows, (self.unused_bytes() - promised) // row_bytes))
 

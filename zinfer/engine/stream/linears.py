@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from zinfer.engine.stream.norms import replaced
 
 MAX_TOKENS = 2  # the kernel has the products of all tokens in registers; more of them are work for tensor cores
-TOGETHER = 3  # matrices of one launch
+MAX_FUSED = 3  # matrices of one launch
 TYPES = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -59,11 +59,11 @@ class Linears:
 
         first = module is self._first
         others = [each for each in self._followers.get(module, ()) if first and _alike(each, module)]
-        together = [module, *others[: TOGETHER - 1]]
+        fused = [module, *others[: MAX_FUSED - 1]]
         flat = states.reshape(-1, states.shape[-1])
-        results = products(flat, [each.weight for each in together], [each.bias for each in together])
+        results = products(flat, [each.weight for each in fused], [each.bias for each in fused])
         shaped = [result.view(*states.shape[:-1], -1) for result in results]
-        self._results.update(zip(together[1:], shaped[1:], strict=True))
+        self._results.update(zip(fused[1:], shaped[1:], strict=True))
         return shaped[0]
 
 

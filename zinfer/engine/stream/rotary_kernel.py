@@ -121,14 +121,14 @@ def _heads(
     head = block * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, BLOCK)
     inside = (head < heads)[:, None] & (column < HALF)[None, :]
-    place = head.to(tl.int64)[:, None] * stride + column[None, :]
-    first = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    offset = head.to(tl.int64)[:, None] * stride + column[None, :]
+    first = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + offset + HALF, mask=inside, other=0.0).to(tl.float32)
     value = _turned(first, -second, cos + column, sin + column, column < HALF, TYPE)
     other = _turned(second, first, cos + SECOND + column, sin + SECOND + column, column < HALF, TYPE)
-    place = head.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(out + place, value, mask=inside)
-    tl.store(out + place + HALF, other, mask=inside)
+    offset = head.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(out + offset, value, mask=inside)
+    tl.store(out + offset + HALF, other, mask=inside)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def _route(
     with NaN as the largest one, as in torch; the lower half counts experts from the end."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    place = tl.arange(0, CHOSEN)
+    rank = tl.arange(0, CHOSEN)
     score = tl.load(scores + token * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
     bits = score.to(tl.int32, bitcast=True)
     order = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
@@ -62,15 +62,15 @@ def _route(
     number = tl.zeros([CHOSEN], tl.int64)
     for turn in range(COUNT):
         taken = key == tl.max(key, 0)
-        value = tl.where(place == turn, tl.sum(tl.where(taken, score, 0.0), 0), value)
-        number = tl.where(place == turn, tl.sum(tl.where(taken, expert, 0), 0), number)
+        value = tl.where(rank == turn, tl.sum(tl.where(taken, score, 0.0), 0), value)
+        number = tl.where(rank == turn, tl.sum(tl.where(taken, expert, 0), 0), number)
         key = tl.where(taken, LOWEST, key)
-    largest = tl.sum(tl.where(place == 0, value, 0.0), 0)
+    largest = tl.sum(tl.where(rank == 0, value, 0.0), 0)
     share = tl.exp(value - largest)
     if OF_ALL:
         share /= tl.sum(tl.exp(score - largest), 0)
     else:
         share /= tl.sum(share, 0)
-    element = token * COUNT + place
-    tl.store(weights + element, rounded(share, weights.dtype.element_ty), mask=place < COUNT)
-    tl.store(numbers + element, number, mask=place < COUNT)
+    element = token * COUNT + rank
+    tl.store(weights + element, rounded(share, weights.dtype.element_ty), mask=rank < COUNT)
+    tl.store(numbers + element, number, mask=rank < COUNT)

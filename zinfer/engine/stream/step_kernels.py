@@ -158,8 +158,8 @@ def _product(
     value = tl.sum(total, 2)
     if bias is not None:
         value += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
-    place = out + token[:, None] * rows + row[None, :]
-    tl.store(place, rounded(value, out.dtype.element_ty), mask=(token < tokens)[:, None] & (row < rows)[None, :])
+    target = out + token[:, None] * rows + row[None, :]
+    tl.store(target, rounded(value, out.dtype.element_ty), mask=(token < tokens)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit

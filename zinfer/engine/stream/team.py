@@ -10,7 +10,7 @@ import torch
 
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.base import Work, together
+from zinfer.engine.base import Work, combined_workload
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.trace import joined
 from zinfer.engine.stream.weights.gather import GatherRing
@@ -34,9 +34,9 @@ class StreamMember(Member[Stream]):
     def use_threads(self, count: int) -> None:
         self.engine.use_threads(count)
 
-    def place(self, placement: Placement) -> None:
+    def apply_placement(self, placement: Placement) -> None:
         """Place weights and buffers for all ranks' work together."""
-        self.engine.place(placement)
+        self.engine.apply_placement(placement)
 
     def bring(self) -> int:
         """Copy parts of layers over the link; return their bytes."""
@@ -79,11 +79,11 @@ class StreamTeam(Team[Stream]):
     def bring(self) -> int:
         return sum(self._all("bring"))
 
-    def _place(self, placement: Placement) -> None:
+    def _apply_placement(self, placement: Placement) -> None:
         """Place all ranks alike. If that fails they may differ: all begin anew then, and are placed before a pass."""
         self._current = None
         try:
-            self._all("place", placement)
+            self._all("apply_placement", placement)
         except BaseException:
             self._all("abandon")
             raise
@@ -91,10 +91,10 @@ class StreamTeam(Team[Stream]):
 
     @contextmanager
     def _room(self, rows: int, length: int, capacity: int) -> Iterator[None]:
-        whole = self.expected or together(self.batches, rows, length, capacity)
+        whole = self.expected or combined_workload(self.batches, rows, length, capacity)
         placement = self._current if whole == self._whole else None
         self._whole = None
-        self._place(placement or self.planner.placement(whole))
+        self._apply_placement(placement or self.planner.placement(whole))
         try:
             yield
         except BaseException:
@@ -106,8 +106,8 @@ class StreamTeam(Team[Stream]):
     def _restore_placement(self) -> None:
         """Place the ranks for the micro-batches that there are. Raises torch.OutOfMemoryError or MemoryError."""
         first, *others = self.batches
-        whole = self.expected or together(others, first.batch_size, first.prompt_len, first.capacity)
-        self._place(self.planner.placement(whole))
+        whole = self.expected or combined_workload(others, first.batch_size, first.prompt_len, first.capacity)
+        self._apply_placement(self.planner.placement(whole))
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)

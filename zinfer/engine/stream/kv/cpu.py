@@ -48,10 +48,10 @@ class OwnAttentionError(RuntimeError):
     """The model attends in a way of its own; caches may hold part of the pass."""
 
 
-def unknown(options: dict[str, Any], *known: str) -> set[str]:
-    """Return the names of options that change attention, but for `known` ones."""
+def unknown(options: dict[str, Any], *supported: str) -> set[str]:
+    """Return the names of options that change attention, but for `supported` ones."""
     given = {name for name, content in options.items() if content is not None and content is not False}
-    return given - HARMLESS - set(known)
+    return given - HARMLESS - set(supported)
 
 
 class HostStates:

@@ -104,7 +104,7 @@ def _align(
         sizes += tl.sum(_chosen(experts, first + pair, expert, pairs, COUNT, SPLITS), 0)
     blocks = (sizes + BLOCK - 1) // BLOCK
     ends = tl.cumsum(blocks, 0)
-    place = (ends - blocks) * BLOCK  # where the next pair of each expert goes
+    next_index = (ends - blocks) * BLOCK  # where the next pair of each expert goes
     last = tl.sum(blocks, 0)
     tl.store(total, last * BLOCK)
     for first in range(last, room, STEP):
@@ -116,11 +116,11 @@ def _align(
     for first in range(0, pairs, STEP):
         chosen = _chosen(experts, first + pair, expert, pairs, COUNT, SPLITS)
         before = tl.cumsum(chosen, 0) - chosen
-        target = tl.sum(chosen * (before + place[None, :]), 1)
+        target = tl.sum(chosen * (before + next_index[None, :]), 1)
         tl.store(numbers + target, first + pair, mask=tl.sum(chosen, 1) > 0)
-        place += tl.sum(chosen, 0)
+        next_index += tl.sum(chosen, 0)
     for number in range(BLOCK - 1):
-        tl.store(numbers + place + number, pairs, mask=place + number < ends * BLOCK)
+        tl.store(numbers + next_index + number, pairs, mask=next_index + number < ends * BLOCK)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class Memory(Protocol):
 
     @property
     def used(self) -> int: ...  # bytes that were handed out
-    def take(self, size: int, /) -> Tensor: ...  # the next `size` bytes, uint8
+    def allocate(self, size: int, /) -> Tensor: ...  # the next `size` bytes, uint8
 
 
 class LayerMemory:
@@ -35,7 +35,7 @@ class LayerMemory:
         self._parts: list[Tensor] = []
         self.used = 0
 
-    def take(self, size: int, /) -> Tensor:
+    def allocate(self, size: int, /) -> Tensor:
         """Allocate the next `size` bytes, as uint8 ``[size]``. Raises torch.OutOfMemoryError."""
         self._parts.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         self.used += size
@@ -174,7 +174,7 @@ def pack(
             offset += part.nbytes
     if small:
         offset = min(blocks[name].offset for name in small)
-        start, content = memory.used, memory.take(size - offset)
+        start, content = memory.used, memory.allocate(size - offset)
         for name, tensor in small.items():
             blocks[name].view(content, -offset).copy_(tensor)
         chunks += _cut(start, offset, size - offset, max_bytes)
@@ -193,7 +193,7 @@ def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> t
 
 def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | formats.CodesLayout | None) -> Chunk:
     start = memory.used
-    memory.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
+    memory.allocate(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
     return Chunk(start, start + data.numel(), offset, layout)
 
 

@@ -183,7 +183,7 @@ def chunk_places(chunks: Sequence[tuple[Layout, int, int]]) -> list[list[int]] |
     if one has a tail, or other values."""
     if any(layout.bits != 16 or layout.numel % BLOCK for layout, _, _ in chunks):
         return None
-    return [[begin, place, layout.blocks, *layout.sections[:-1]] for layout, begin, place in chunks]
+    return [[begin, offset, layout.blocks, *layout.sections[:-1]] for layout, begin, offset in chunks]
 
 
 def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor, out: Tensor) -> None:
@@ -197,9 +197,9 @@ def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor,
         launch_chosen(data, places, chosen, max_blocks, out)
         return
     for number in chosen.tolist():
-        for begin, place, blocks, *sections in places[number].tolist() if 0 <= number < len(places) else ():
+        for begin, offset, blocks, *sections in places[number].tolist() if 0 <= number < len(places) else ():
             layout = Layout(blocks * BLOCK, (*sections, sections[-1]))
-            decode(data[begin : begin + layout.size], layout, out[place : place + layout.nbytes].view(torch.bfloat16))
+            decode(data[begin : begin + layout.size], layout, out[offset : offset + layout.nbytes].view(torch.bfloat16))
 
 
 class _Stream:

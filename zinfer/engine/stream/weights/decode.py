@@ -58,16 +58,16 @@ def _decode_chosen(data, table, chosen, out, experts, chunks, ROWS: tl.constexpr
     block = tl.program_id(0)
     expert = tl.load(chosen + tl.program_id(2)).to(tl.int64)
     inside = (expert >= 0) & (expert < experts)
-    place = table + (tl.where(inside, expert, 0) * chunks + tl.program_id(1)) * 8
-    blocks = tl.load(place + 2).to(tl.int32)
+    entry = table + (tl.where(inside, expert, 0) * chunks + tl.program_id(1)) * 8
+    blocks = tl.load(entry + 2).to(tl.int32)
     if inside & (block < blocks):
-        begin = tl.multiple_of(tl.load(place), 16)
-        first = tl.multiple_of(tl.load(place + 1), 16)
-        level_2 = tl.load(place + 3).to(tl.int32)
-        level_3 = tl.load(place + 4).to(tl.int32)
-        level_4 = tl.load(place + 5).to(tl.int32)
-        rest = tl.load(place + 6).to(tl.int32)
-        tail = tl.load(place + 7).to(tl.int32)
+        begin = tl.multiple_of(tl.load(entry), 16)
+        first = tl.multiple_of(tl.load(entry + 1), 16)
+        level_2 = tl.load(entry + 3).to(tl.int32)
+        level_3 = tl.load(entry + 4).to(tl.int32)
+        level_4 = tl.load(entry + 5).to(tl.int32)
+        rest = tl.load(entry + 6).to(tl.int32)
+        tail = tl.load(entry + 7).to(tl.int32)
         values = (out + first).to(tl.pointer_type(tl.uint16))
         _decode_block(data + begin, values, block, blocks, level_2, level_3, level_4, rest, tail, ROWS)
 

@@ -42,7 +42,7 @@ class _Read:
     """A chunk on its way from disk into the ring."""
 
     chunk: Chunk
-    place: int  # first byte in the ring
+    offset: int  # first byte in the ring
     jobs: list[Future[None]]
     began: list[float]  # times in s at which requests began, ascending
     done: Future[None] = field(init=False)  # read and checked
@@ -50,7 +50,7 @@ class _Read:
 
 class DiskSource(WeightSource):
     """Weights in `files`, read ahead into a ring of host memory. `layers` has their places, `sums` the CRC-32 of the
-    chunks of each. It takes over what is `owned`, and closes it. The ring has as many places for chunks as `ring_bytes`
+    chunks of each. It takes over what is `owned`, and closes it. The ring has as many slots for chunks as `ring_bytes`
     hold, at least two; `pin` page-locks all host memory. Raises MemoryError where there is too little of it."""
 
     def __init__(
@@ -77,8 +77,8 @@ class DiskSource(WeightSource):
         self._kept: dict[int, PinnedArena] = {}  # layer -> its bytes in host memory, from a page's beginning on
         self._views: dict[int, Tensor] = {}  # start of a chunk in host memory -> its bytes
         ranges = (aligned(chunk.start, chunk.end) for packed in layers for chunk in packed.chunks)
-        self._place_bytes = max(end - begin for begin, end in ranges)
-        self._ring = PinnedArena(max(2, ring_bytes // self._place_bytes) * self._place_bytes, pin)
+        self._slot_bytes = max(end - begin for begin, end in ranges)
+        self._ring = PinnedArena(max(2, ring_bytes // self._slot_bytes) * self._slot_bytes, pin)
         self._bytes = as_bytes(self._ring.memory)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-disk")
         self._checkers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="zinfer-check")
@@ -191,10 +191,10 @@ class DiskSource(WeightSource):
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
         self.stop()
-        # Free places, each with the event behind its last read; None to stop.
-        self._places = SimpleQueue[tuple[int, Event] | None]()
-        for place in range(0, self._ring.size, self._place_bytes):
-            self._places.put((place, PASSED))
+        # Free slots, each with the event behind its last read; None to stop.
+        self._free_slots = SimpleQueue[tuple[int, Event] | None]()
+        for offset in range(0, self._ring.size, self._slot_bytes):
+            self._free_slots.put((offset, PASSED))
         self._thread = threading.Thread(target=self._pump, args=(iter(chunks),), name="zinfer-pump", daemon=True)
         self._thread.start()
 
@@ -202,7 +202,7 @@ class DiskSource(WeightSource):
         """Read no more, and drop chunks read ahead. The device must have read its chunks."""
         if self._thread is not None:
             self._stopping = True
-            self._places.put(None)
+            self._free_slots.put(None)
             self._thread.join()
             self._thread = None
         for read in self._reads:
@@ -236,24 +236,24 @@ class DiskSource(WeightSource):
     def release(self, last: Event = PASSED) -> None:
         """Give the latest chunk back once `last` of a queue is passed."""
         with self._changed:
-            self._places.put((self._reads.popleft().place, last))
+            self._free_slots.put((self._reads.popleft().offset, last))
 
     def _content(self, read: _Read) -> Tensor:
-        start = read.place + read.chunk.start % PAGE
+        start = read.offset + read.chunk.start % PAGE
         return self._ring.memory[start : start + read.chunk.size]
 
     def _pump(self, chunks: Iterator[Chunk]) -> None:
         """Read `chunks` into the ring, in a thread of its own."""
         try:
             for chunk in chunks:
-                if (free := self._places.get()) is None or self._stopping:
+                if (free := self._free_slots.get()) is None or self._stopping:
                     return
-                place, last = free
+                offset, last = free
                 last.synchronize()
                 begin, end = aligned(chunk.start, chunk.end)
                 began: list[float] = []
-                jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, place, jobs, began)
+                jobs = self._submit(self._bytes[offset : offset + end - begin], begin, chunk.end, end, began)
+                read = _Read(chunk, offset, jobs, began)
                 read.done = self._checkers.submit(self._finish_read, read)
                 with self._changed:
                     self._reads.append(read)

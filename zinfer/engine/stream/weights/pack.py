@@ -44,7 +44,7 @@ class Identity:
         self._experts, end = (None, self._layer.end)
         if experts is not None:
             self._experts, end = lay_out_experts(experts, end)
-        self._content = memory.take(end - self._start)
+        self._content = memory.allocate(end - self._start)
 
     def add(self, name: str, loaded: Loaded) -> None:
         assert isinstance(loaded, Tensor)

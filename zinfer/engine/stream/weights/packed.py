@@ -427,7 +427,7 @@ def read(
         def begin(number: int) -> Future[PackedLayer]:
             stored, memory = content.layers[number], memories[number]
             layer = stored.layer(memory.used)
-            part = memory.take(stored.end - stored.start)
+            part = memory.allocate(stored.end - stored.start)
             reads = fill(readers, part, path, stored.start)
             return checkers.submit(check, number, layer, as_bytes(part), reads)
 

@@ -230,7 +230,9 @@ class PrefetchRing:
         for chunk in packed.chunks:
             if chunk.start not in gone:
                 start = memory.used
-                memory.take(-(-chunk.size // ALIGNMENT) * ALIGNMENT)[: chunk.size].copy_(self.bytes_of(index, chunk))
+                memory.allocate(-(-chunk.size // ALIGNMENT) * ALIGNMENT)[: chunk.size].copy_(
+                    self.bytes_of(index, chunk)
+                )
                 chunks.append(replace(chunk, start=start, end=start + chunk.size))
         self._resident[index] = memory.whole() if chunks else content[:0].clone()
         self._held[index] = PackedLayer(tuple(chunks), packed.blocks, packed.unpacked_bytes)

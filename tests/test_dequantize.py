@@ -59,10 +59,10 @@ def test_an_engine_with_the_kernel_gives_the_same_logits(by_kernel: dict[str, An
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (6, 112, 528, 128)])
 def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from zinfer.engine.stream.widen_kernel import widen
+    from zinfer.engine.stream.dequantize_kernel import dequantize
 
     numbers, scales = inputs(shape, "cuda")
-    assert same(widen(numbers, scales, dtype), dequantize_kv(numbers, scales, dtype))
+    assert same(dequantize(numbers, scales, dtype), dequantize_kv(numbers, scales, dtype))
 
 
 def run(folder: Path) -> list[Tensor]:
@@ -78,20 +78,20 @@ def run(folder: Path) -> list[Tensor]:
 
 def main(path: Path) -> None:
     """Save the kernel's results, and those of an engine that uses it."""
-    from zinfer.engine.stream import widen_kernel as kernel
+    from zinfer.engine.stream import dequantize_kernel as kernel
 
     results: dict[str, Any] = {"kernel": {}}
     for dtype in DTYPES:
         for shape in SHAPES:
-            results["kernel"][dtype, shape] = kernel.widen(*inputs(shape), dtype)
-    widen, ran = kernel.widen, 0
+            results["kernel"][dtype, shape] = kernel.dequantize(*inputs(shape), dtype)
+    dequantize, ran = kernel.dequantize, 0
 
     def counted(*args: Any) -> Tensor:
         nonlocal ran
         ran += 1
-        return widen(*args)
+        return dequantize(*args)
 
-    kernel.widen = counted  # type: ignore[assignment]
+    kernel.dequantize = counted  # type: ignore[assignment]
     logits = run(path.parent)
     results["engine"] = ran, logits
     torch.save(results, path)

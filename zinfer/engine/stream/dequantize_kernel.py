@@ -18,7 +18,7 @@ TILE = 4096  # values that a program dequantises
 WARPS = 4
 
 
-def widen(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return int8 `numbers` times float32 `scales` in `dtype`, contiguous. They are ``[rows, heads, n, D]`` and
     ``[rows, heads, n, 1]``. The D numbers of a head must lie side by side; rows, heads and positions may have others
     between."""
@@ -27,7 +27,7 @@ def widen(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     columns = triton.next_power_of_2(size)
     tile = max(1, TILE // columns)
     if out.numel():
-        _widen[(rows * heads, triton.cdiv(positions, tile))](
+        _dequantize[(rows * heads, triton.cdiv(positions, tile))](
             numbers,
             scales,
             out,
@@ -44,7 +44,7 @@ def widen(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _widen(
+def _dequantize(
     numbers,
     scales,
     out,

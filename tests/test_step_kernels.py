@@ -93,7 +93,7 @@ def called(dtype: torch.dtype) -> list[Any]:
     from zinfer.engine.stream import step_kernels
 
     torch.manual_seed(1)
-    module, launches = Attention(dtype), list[int]()
+    module, launches = Attention(dtype).requires_grad_(False), list[int]()
     linears, kernel = Linears([module]), step_kernels.products
 
     def counted(states: Tensor, weights: Any, biases: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Items that a thread loads: layers, while the first pass computes.
+"""Items that a thread loads while others are in use: layers, during the first pass.
 
-Whoever reads one waits for it. An exception of the load is raised there from then on, so that no pass ends whose
-weights were not all loaded, checked and found right.
+Whoever reads one waits for it. Once the load has failed, each read raises its exception: so no pass ends whose weights
+were not all loaded, checked and found right.
 """
 
 import threading
@@ -18,7 +18,7 @@ Publish = Callable[[int, Item], None]  # gets each item, by number, once all of 
 
 
 class _StoppedError(Exception):
-    """End of a load that nobody waits for."""
+    """Raised in a load that is to end."""
 
 
 class Late(Generic[Item]):

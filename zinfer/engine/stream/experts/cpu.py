@@ -77,7 +77,7 @@ class _Call(ctypes.Structure):
 class CpuExperts(CheckedKernel):
     """Experts that the CPU computes. Their bytes are in `memory`; calls have up to `tokens` tokens. Results go to
     `device`; `threads` compute them, by default one on nearly every core. With `fast` they are computed only where
-    products are at the speed of memory. `status` is ``on``, or why none does."""
+    all products are fast ones. `status` is ``on``, or why the CPU computes none."""
 
     status: str
 
@@ -136,8 +136,12 @@ class CpuExperts(CheckedKernel):
     def settings(self) -> dict[str, Option]:
         """Way in which experts are computed, for the record."""
         fast = all(own.up.fast and own.down.fast for own in self._layers.values())
-        names = "cpu_experts", "cpu_expert_tokens", "cpu_expert_threads", "cpu_expert_products"
-        return dict(zip(names, (self.status, self.tokens, self._threads, "bf16" if fast else "float32"), strict=True))
+        return {
+            "cpu_experts": self.status,
+            "cpu_expert_tokens": self.tokens,
+            "cpu_expert_threads": self._threads,
+            "cpu_expert_products": "bf16" if self._layers and fast else "float32",
+        }
 
     def close(self) -> None:
         """Forget all experts; the device must have computed them."""
@@ -277,7 +281,7 @@ def _is_fast(made: _Matrix, parts: Sequence[_Part]) -> bool:
     """Tell whether products of bf16 can be computed as codes are unpacked."""
     four, plain = made.kind == _KINDS["codes4"], not any(part.zeros for part in parts)
     if made.turned:
-        grouped = made.height > 1 and made.height % 2 == 0 and made.rows % made.height == 0
+        grouped = made.height % 2 == 0 and not any(part.rows % made.height for part in parts)
         return four and plain and grouped and made.across == made.columns and made.columns % LANE_COLUMNS == 0
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
     known = four or integers or made.kind in (_KINDS["e4m3"], _TYPES.index(torch.bfloat16))

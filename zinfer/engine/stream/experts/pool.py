@@ -179,7 +179,7 @@ class ExpertPool:
             self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
     def computes(self, tokens: int) -> bool:
-        """Tell whether the CPU computes the experts of passes of `tokens` tokens; no code of ours runs then."""
+        """Tell whether the CPU computes the experts of passes of `tokens` tokens. Graphs can hold such passes."""
         return self._cpu is not None and self._cpu.status == "on" and tokens <= self._cpu.tokens
 
     def stays(self, tokens: int) -> bool:
@@ -227,7 +227,7 @@ class ExpertPool:
                 self.bring(layer, given[1])
                 return computed(*args, **kwargs)
 
-            if self._cpu is None or not self._computing or not self._cpu.takes(layer, *given):
+            if self._cpu is None or not self._computing or len(given) != 3 or not self._cpu.takes(layer, *given):
                 return on_device()
             kind = type(experts.module), given[0].dtype
             output = self._cpu.checked(kind, partial(self._cpu.compute, layer, *given), on_device)
@@ -262,13 +262,12 @@ class ExpertPool:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order. With `computing` the CPU
         computes them."""
         self.scanning, self._computing = scanning and not computing, computing
-        scanning = self.scanning
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
         self._ring.holds = frozenset() if scanning or computing else frozenset(self.layers)
         self._ahead, self._reached = iter(()), (-1, -1)
-        if scanning:
+        if self.scanning:
             self._ahead = iter(self._keys)
             self._issue()
         elif not computing:

@@ -2,8 +2,9 @@
 
    A token reads megabytes of each of its experts and computes two to four FLOPs a byte: so each byte is read once, in
    order, and unpacked in registers. With one to eight tokens 16 cores of an H200's host read 55 to 64 GB/s of MXFP4, 40
-   to 50 of int4. All tokens that share an expert are multiplied with a row of codes while it is in a core's cache. Rows of a matrix are outputs; or inputs, if it is `turned`: then a
-   core takes some of the inputs, and the parts of each sum are added afterwards.
+   to 50 of int4. All tokens that share an expert are multiplied with a row of codes while it is in a core's cache. Rows
+   of a matrix are outputs; or inputs, if it is `turned`: then a core takes some of the inputs, and the parts of each
+   sum are added afterwards.
 
    With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
    are exact so: scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */

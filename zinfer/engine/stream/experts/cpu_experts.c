@@ -9,6 +9,8 @@
    With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
    are exact so: scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */
 
+#include <omp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -500,13 +502,26 @@ int64_t experts_room(const layer *own, int64_t tokens, int64_t each, int64_t thr
            sums * (outputs_of(&own->up) + outputs_of(&own->down));
 }
 
+/* Waits until all threads of a team are here. OpenMP's threads sleep at barriers (`zinfer.worker.process`), and to wake
+   them up takes longer than most of what is done between two of them. These give their core to whoever needs it. */
+typedef struct { int64_t here, times; } meeting;
+
+static void meet(meeting *all) {
+    int64_t times = __atomic_load_n(&all->times, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&all->here, 1, __ATOMIC_ACQ_REL) == omp_get_num_threads()) {
+        __atomic_store_n(&all->here, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&all->times, times + 1, __ATOMIC_RELEASE);
+    }
+    while (__atomic_load_n(&all->times, __ATOMIC_ACQUIRE) == times) sched_yield();
+}
+
 /* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share,
-   of each pair. All threads call it. */
+   of each pair. All threads call it, and have met when it returns. */
 static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
-                    int64_t shares) {
+                    int64_t shares, meeting *met) {
     const int64_t size = input_floats(inputs_of(m)), outputs = outputs_of(m);
     int64_t items = m->turned ? shares : larger(1, smaller(m->rows, m->rows * m->row_bytes / ITEM));
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < all->experts * items; i++) {
         int64_t e = i / items, item = i % items, first = all->first[e], count = all->first[e + 1] - first;
         input in[count];
@@ -518,6 +533,7 @@ static void product(const matrix *m, const pairs *all, int64_t each, int by_toke
         }
         do_item(m, m->parts + all->number[e] * m->count, item, items, count, in, targets);
     }
+    meet(met);
 }
 
 /* Value number `i` of the product of the pair at `place`, with its bias, in the type of states. */
@@ -545,17 +561,19 @@ INLINE void compute(const call *c, type kind) {
     float *states = c->sums, *between = states + c->tokens * input_floats(hidden);
     float *up_sums = between + c->tokens * each * input_floats(inner);
     float *down_sums = up_sums + up_shares * all.count * outputs_of(up);
+    meeting met = {0, 0};
 #pragma omp parallel num_threads(c->threads)
     {
-#pragma omp for
+#pragma omp for nowait
         for (int64_t i = 0; i < c->tokens * parts; i++) {
             int64_t t = i / parts, first = i % parts * 512, end = smaller(hidden, first + 512);
             input in = input_at(states + t * input_floats(hidden), hidden);
             for (int64_t n = first; n < end; n++) in.values[n] = load(kind, c->states, t * hidden + n);
             prepare(up, in, first, end);
         }
-        product(up, &all, each, 1, states, up_sums, up_shares);
-#pragma omp for
+        meet(&met);
+        product(up, &all, each, 1, states, up_sums, up_shares, &met);
+#pragma omp for nowait
         for (int64_t i = 0; i < all.count * pieces; i++) {
             int64_t place = i / pieces, first = i % pieces * 512, end = smaller(inner, first + 512);
             input in = input_at(between + all.order[place] * input_floats(inner), inner);
@@ -571,8 +589,9 @@ INLINE void compute(const call *c, type kind) {
             }
             prepare(down, in, first, end);
         }
-        product(down, &all, each, 0, between, down_sums, down_shares);
-#pragma omp for
+        meet(&met);
+        product(down, &all, each, 0, between, down_sums, down_shares, &met);
+#pragma omp for nowait
         for (int64_t i = 0; i < c->tokens * parts; i++) {
             int64_t t = i / parts, first = i % parts * 512, end = smaller(hidden, first + 512);
             for (int64_t n = first; n < end; n++) {

@@ -33,6 +33,8 @@
 #define PAIR 2            /* rows of outputs at a time */
 #define ITEM (64 << 10)   /* bytes of codes that a thread takes at a time */
 #define SHARES 4          /* parts of turned matrices for each thread: few sums to add, and none waits for long */
+#define AWAY_S 1e-3       /* seconds for which another program has a core */
+#define SLEEPY 1000       /* calls whose threads sleep after that */
 #define MAX_PAIRS 1024    /* pairs of a token and an expert in a call */
 
 typedef enum { float32, bfloat16, float16, e8m0, e4m3, codes8, codes4 } type;
@@ -502,17 +504,27 @@ int64_t experts_room(const layer *own, int64_t tokens, int64_t each, int64_t thr
            sums * (outputs_of(&own->up) + outputs_of(&own->down));
 }
 
-/* Waits until all threads of a team are here. OpenMP's threads sleep at barriers (`zinfer.worker.process`), and to wake
-   them up takes longer than most of what is done between two of them. These give their core to whoever needs it. */
-typedef struct { int64_t here, times; } meeting;
+/* Waits until all threads of a team are here. OpenMP's threads sleep at barriers (`zinfer.worker.process`), and to
+   wake them up takes longer than most of what is done between two of them. These give their core to whoever needs it.
+   If another program keeps it for long, the threads of the next calls sleep. */
+typedef struct { int64_t here, times, asleep; } meeting;
+static int64_t sleepy; /* calls whose threads will sleep */
 
 static void meet(meeting *all) {
+    if (all->asleep) {
+#pragma omp barrier
+        return;
+    }
     int64_t times = __atomic_load_n(&all->times, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&all->here, 1, __ATOMIC_ACQ_REL) == omp_get_num_threads()) {
         __atomic_store_n(&all->here, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&all->times, times + 1, __ATOMIC_RELEASE);
     }
-    while (__atomic_load_n(&all->times, __ATOMIC_ACQUIRE) == times) sched_yield();
+    while (__atomic_load_n(&all->times, __ATOMIC_ACQUIRE) == times) {
+        const double before = omp_get_wtime();
+        sched_yield();
+        if (omp_get_wtime() - before > AWAY_S) __atomic_store_n(&sleepy, SLEEPY, __ATOMIC_RELAXED);
+    }
 }
 
 /* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share,
@@ -561,7 +573,8 @@ INLINE void compute(const call *c, type kind) {
     float *states = c->sums, *between = states + c->tokens * input_floats(hidden);
     float *up_sums = between + c->tokens * each * input_floats(inner);
     float *down_sums = up_sums + up_shares * all.count * outputs_of(up);
-    meeting met = {0, 0};
+    meeting met = {0, 0, __atomic_load_n(&sleepy, __ATOMIC_RELAXED)};
+    if (met.asleep) __atomic_store_n(&sleepy, met.asleep - 1, __ATOMIC_RELAXED);
 #pragma omp parallel num_threads(c->threads)
     {
 #pragma omp for nowait

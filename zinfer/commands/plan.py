@@ -316,8 +316,8 @@ def _groups(
         criteria = question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        one = planners.values() if len(machines) == 1 else ()
-        single = [planner.searched(planner.case.workload, 1).plan for planner in one]
+        routed = planners.values() if len(machines) == 1 and spec.num_experts > 1 else ()
+        single = [planner.searched(planner.case.workload, 1).plan for planner in routed]
         yield Group(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
     if refused and not planned:
         raise refused[-1]

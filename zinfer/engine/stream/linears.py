@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from zinfer.engine.stream.norms import replaced
 
 MAX_TOKENS = 2  # the kernel has the products of all tokens in registers; more of them are work for tensor cores
-MAX_FUSED = 3  # matrices of one launch
+MAX_FUSED = 3  # matrices of a launch, at most
 TYPES = torch.float32, torch.float16, torch.bfloat16
 
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zinfer.engine.stream.linears import MAX_FUSED
 from zinfer.engine.stream.weights.expand import rounded
 
-TOGETHER = 3  # matrices of a launch, at most
 PROGRAMS = 528  # of a product, at least, if it has the rows: four a multiprocessor of an H100
 ROWS = 4  # of a program, at most
 TILE, LONG = 4096, 8192  # products of a program at a time, 32 a thread; as many columns have twice as many
@@ -32,7 +32,7 @@ def products(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     padded = triton.next_power_of_2(tokens)
     rows = sum(map(len, weights)) // PROGRAMS
     block = min(ROWS, max(1, triton.next_power_of_2(rows + 1) // 2))
-    missing = TOGETHER - len(weights)
+    missing = MAX_FUSED - len(weights)
     counts = [*map(len, weights), *[0] * missing]
     _products[(sum(triton.cdiv(count, block) for count in counts),)](
         states,

@@ -15,7 +15,6 @@ from torch.nn.functional import linear
 from zinfer.engine.stream.norms import replaced
 
 MAX_TOKENS = 2  # the kernel has the products of all tokens in registers; more of them are work for tensor cores
-MAX_FUSED = 3  # matrices of a launch, at most
 TYPES = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -55,7 +54,7 @@ class Linears:
             self._results.clear()
         if not _serves(module, states):
             return linear(states, module.weight, module.bias)
-        from zinfer.engine.stream.step_kernels import products
+        from zinfer.engine.stream.step_kernels import MAX_FUSED, products
 
         first = module is self._first
         others = [each for each in self._followers.get(module, ()) if first and _alike(each, module)]

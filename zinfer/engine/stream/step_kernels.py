@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.linears import MAX_FUSED
 from zinfer.engine.stream.weights.expand import rounded
 
+MAX_FUSED = 3  # matrices of a launch
 PROGRAMS = 528  # of a product, at least, if it has the rows: four a multiprocessor of an H100
 ROWS = 4  # of a program, at most
 TILE, LONG = 4096, 8192  # products of a program at a time, 32 a thread; as many columns have twice as many

@@ -366,8 +366,8 @@ def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None
     (point,) = read(tmp_path / "r.jsonl").points
     assert point.effective is not None
     assert 0 < point.effective.nvme_bytes_per_step < point.effective.nvme_weight_bytes
-    # On a busy machine the disk may have read ahead all that the traced step needs.
-    assert {span.lane for span in point.timeline} - {"disk", "unpack"} == {"compute", "copy"}
+    # On a busy machine disk and copies may be ahead by all that the traced step needs.
+    assert {"compute"} <= {span.lane for span in point.timeline} <= {"compute", "copy", "disk", "unpack"}
     prompt = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
     (tmp_path / "q.jsonl").write_text(json.dumps(prompt))
     done = zinfer(tmp_path, "batch", "q.jsonl", "-o", "o.jsonl", *load[:4], *way)

@@ -43,6 +43,7 @@ class _Read:
 
     chunk: Chunk
     offset: int  # first byte in the ring
+    before: object  # identity of the files when it began
     jobs: list[Future[None]]
     began: list[float]  # times in s at which requests began, ascending
     done: Future[None] = field(init=False)  # read and checked
@@ -140,7 +141,7 @@ class DiskSource(WeightSource):
         packed = self.layers[index]
         base = aligned(packed.start, packed.end)[0]
         views = {chunk.start: arena.memory[chunk.start - base : chunk.end - base] for chunk in packed.chunks}
-        list(self._pool.map(lambda chunk: self._check(chunk, as_bytes(views[chunk.start])), packed.chunks))
+        list(self._pool.map(lambda chunk: self._check(chunk, as_bytes(views[chunk.start]), None), packed.chunks))
         self._kept[index] = arena
         self._views |= views
 
@@ -169,20 +170,23 @@ class DiskSource(WeightSource):
             times = [*self._read_times, *((self._layer_of[read.chunk.start], read.began[0], now) for read in under_way)]
         return sorted(times, key=lambda read: read[1])
 
-    def _check(self, chunk: Chunk, content: memoryview) -> None:
-        """Compare a chunk with its checksum, once until the files change."""
+    def _check(self, chunk: Chunk, content: memoryview, before: object) -> None:
+        """Compare a chunk with its checksum, once until the files change.
+
+        `before` is their identity before the chunk was read; None: it is checked in any case.
+        """
         now = self._files.identity
         with self._changed:
             if now != self._seen:
                 self._checked.clear()
                 self._seen = now
-            if chunk.start in self._checked:
+            if before == now and chunk.start in self._checked:
                 return
         if zlib.crc32(content) != self._sums[chunk.start]:
             layer = self._layer_of[chunk.start]
             raise CheckpointError(f"{self._files.name(chunk.start)}: layer {layer} is damaged, or was changed")
         with self._changed:
-            if now == self._seen:
+            if before == now == self._seen:
                 self._checked.add(chunk.start)
 
     def on_disk(self, chunk: Chunk) -> bool:
@@ -251,9 +255,9 @@ class DiskSource(WeightSource):
                 offset, last = free
                 last.synchronize()
                 begin, end = aligned(chunk.start, chunk.end)
-                began: list[float] = []
+                began, before = list[float](), self._files.identity
                 jobs = self._submit(self._bytes[offset : offset + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, offset, jobs, began)
+                read = _Read(chunk, offset, before, jobs, began)
                 read.done = self._checkers.submit(self._finish_read, read)
                 with self._changed:
                     self._reads.append(read)
@@ -269,7 +273,7 @@ class DiskSource(WeightSource):
             job.result()
         with self._changed:
             self._read_times.append((self._layer_of[read.chunk.start], read.began[0], clock()))
-        self._check(read.chunk, as_bytes(self._content(read)))
+        self._check(read.chunk, as_bytes(self._content(read)), read.before)
 
     def close(self) -> None:
         """Free the memory, close the files and what is owned. Safe to call twice."""

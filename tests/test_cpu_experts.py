@@ -1,5 +1,7 @@
 """Experts on the CPU: the compiled code against exact arithmetic, in every format, and engines that use it."""
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch.nn.functional import silu
 from tests import quantized, test_attend
 from tests.checkpoints import save_config
 from tests.test_attend import LESSER
+from tests.test_codec import compile_for_h100, need_triton
 from tests.test_experts import MIXTURES, load, steps
 from tests.test_graphs import Rerun, tune
 from tests.test_parity import BATCHES, greedy
@@ -20,9 +23,9 @@ from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.experts.cpu import CpuExperts
+from zinfer.engine.stream.experts.cpu import CpuExperts, Server
 from zinfer.engine.stream.layer_graphs import BY_LAYER
-from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
+from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, pack_experts
 from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
@@ -108,6 +111,16 @@ def made(
     module: nn.Module, name: str, size: tuple[int, int, int], dtype: torch.dtype, **other: Any
 ) -> tuple[CpuExperts, dict[str, Tensor]]:
     """Return packed experts of a format, ready to compute, and their values."""
+    packed, experts, (memory, values) = packed_in(module, name, size, dtype)
+    computed = CpuExperts(memory, CPU, 32, **other)
+    computed.attach(0, packed, experts)
+    return computed, values
+
+
+def packed_in(
+    module: nn.Module, name: str, size: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[PackedExperts, Experts, tuple[Tensor, dict[str, Tensor]]]:
+    """Return packed experts of a format, their memory, and their values."""
     make, form = FORMATS[name]
     (count, hidden, inner), turned = size, bool(module.is_transposed)
     tensors, coded, values, entries = {}, {}, dict[str, Tensor](), dict[str, Entry]()
@@ -135,9 +148,7 @@ def made(
     arena = PinnedArena(1 << 26, pin=False, grow=True)
     experts = Experts(module, entries, count)
     packed = pack_experts(experts, tensors, coded, arena, plain=True)
-    computed = CpuExperts(arena.memory, CPU, 32, **other)
-    computed.attach(0, packed, experts)
-    return computed, values
+    return packed, experts, (arena.memory, values)
 
 
 def call(tokens: int, hidden: int, count: int, dtype: torch.dtype, each: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,6 +235,40 @@ def test_any_number_of_threads_computes_them(threads: int, compiler: None) -> No
             given = call(5, 256, 8, torch.bfloat16, each)
             result, expected = computed.compute(0, *given).double(), exact(module, values, *given)
             assert float((result - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_compute_what_a_device_asks_for(threads: int, compiler: None) -> None:
+    """The test writes to pinned memory what a device would write."""
+    computed, values = made(Swiglu(), "int4 groups", SIZES["whole"], torch.bfloat16, threads=threads)
+    server, numbers = Server(computed._library, threads, pin=False), dict[int, int]()
+    for tokens in (1, 5, 1, 5, 2) * 8:
+        states, chosen, weights = call(tokens, 256, 8, torch.bfloat16)
+        *sent, out, _ = computed._memory_for(3)
+        if tokens not in numbers:
+            numbers[tokens] = server.number(computed._call(0, tokens, 3))
+        for host, tensor in zip(sent, (states, chosen, weights), strict=True):
+            host[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        server.done[0], server.asked[0] = 0, numbers[tokens]
+        while not server.done:
+            time.sleep(1e-4 if tokens == 5 else 4e-3)  # threads sleep when nothing is asked for
+        expected = exact(Swiglu(), values, states, chosen, weights)
+        result = out[: states.numel()].view(states.shape).double()
+        assert float((result - expected).norm() / expected.norm()) < 1e-2
+        assert int(server.asked) == 0
+    server.close()
+    assert not any(thread.name == "zinfer-experts" for thread in threading.enumerate())
+
+
+def test_the_kernels_that_ask_for_experts_compile_for_an_h100() -> None:
+    need_triton()
+    from zinfer.engine.stream.experts import request
+
+    host = {"host_states": "*bf16", "host_chosen": "*i64", "host_weights": "*fp32", "asked": "*i32", "done": "*i32"}
+    sent = {"states": "*bf16", "chosen": "*i64", "weights": "*fp32"} | host
+    compile_for_h100(request._send, {"BLOCK": request.SENT}, sent, num_warps=8)
+    received = {"host": "*bf16", "done": "*i32", "out": "*bf16"}
+    compile_for_h100(request._receive, {"BLOCK": request.RECEIVED}, received, num_warps=4)
 
 
 def quantised(name: str, directory: Path) -> tuple[Path, dict[str, Any]]:

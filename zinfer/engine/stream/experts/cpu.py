@@ -1,8 +1,9 @@
 """Experts on the CPU: computed for a few tokens from their codes, where these lie in host memory.
 
 A decode step touches a few experts of each layer. The CPU reads them faster than the link brings them, so only hidden
-states cross it: to pinned memory, where `cpu_experts.c` computes, and back. All three are queued on the device, the
-CPU's part as a host function, which runs no Python: nothing waits for the device, and a CUDA graph can hold them.
+states cross it: a kernel writes them to pinned memory and asks for their experts, threads of `cpu_experts.c` that wait
+for such requests compute these, and another kernel waits for the result (`zinfer.engine.stream.experts.request`). No
+Python runs, the host never waits for the device, and a CUDA graph can hold both kernels.
 
 `cpu_experts.c` is compiled as attention's kernels are (`zinfer.engine.stream.kv.cpu_kernel`). The first result of each
 kind is compared with that of the model's own code; without a compiler, or where they differ, experts come on demand.
@@ -10,10 +11,11 @@ kind is compared with that of the model's own code; without a compiler, or where
 
 import ctypes
 import os
+import weakref
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -28,10 +30,13 @@ from zinfer.engine.stream.weights.chunk import Chunk
 from zinfer.engine.stream.weights.formats import CodesLayout
 from zinfer.engine.stream.weights.packed_experts import Experts, PackedExpert, PackedExperts
 from zinfer.engine.stream.weights.products import CheckedKernel
+from zinfer.engine.triton_check import cannot_run
 from zinfer.system.host import attending_cpus
 
 SOURCE = Path(__file__).with_name("cpu_experts.c")
 MAX_PAIRS, LANE_COLUMNS = 1024, 64  # MAX_PAIRS and CHUNK in cpu_experts.c
+LINE = 16  # words of a line of the cache: `mail[16]` in cpu_experts.c
+MAX_CALLS = 1 << 16  # of all layers and numbers of tokens
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # as `type` in cpu_experts.c begins
 _KINDS = {"e8m0": 3, "e4m3": 4, "codes8": 5, "codes4": 6}  # as it goes on
 
@@ -74,6 +79,44 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Requests(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("mail", ctypes.c_void_p), ("calls", ctypes.POINTER(ctypes.POINTER(_Call))), ("threads", ctypes.c_int64),
+        ("stop", ctypes.c_int32), ("unused", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Server:
+    """Threads that compute the calls that a device asks for. It writes a call's number to `asked`, and waits until
+    `done` is not 0. Both are one word, int32 ``[1]``, in pinned memory."""
+
+    def __init__(self, code: Any, threads: int, pin: bool = True) -> None:
+        with torch.inference_mode(False):
+            mail = torch.zeros(2 * LINE, dtype=torch.int32, pin_memory=pin)
+        self.asked, self.done = mail[:1], mail[LINE : LINE + 1]
+        self._calls, self._count = (ctypes.POINTER(_Call) * MAX_CALLS)(), 0
+        requests = _Requests(mail.data_ptr(), self._calls, threads, 0, 0)
+        thread = Thread(target=code.serve_experts, args=(ctypes.byref(requests),), name="zinfer-experts", daemon=True)
+        thread.start()
+        # Also at the end of the process, before its pinned memory is gone.
+        self._stop = weakref.finalize(self, _stop, requests, thread, mail, self._calls)
+
+    def number(self, call: _Call) -> int:
+        """Return the number by which a device asks for a call from now on."""
+        self._calls[self._count] = ctypes.pointer(call)
+        self._count += 1
+        return self._count
+
+    def close(self) -> None:
+        """End the threads; the device must have no request."""
+        self._stop()
+
+
+def _stop(requests: _Requests, thread: Thread, *_kept: object) -> None:
+    requests.stop = 1
+    thread.join()
+
+
 class CpuExperts(CheckedKernel):
     """Experts that the CPU computes. Their bytes are in `memory`; calls have up to `tokens` tokens. Results go to
     `device`; `threads` compute them, by default one on nearly every core. With `fast` they are computed only where
@@ -85,12 +128,15 @@ class CpuExperts(CheckedKernel):
         self, memory: Tensor, device: torch.device, tokens: int, threads: int | None = None, fast: bool = False
     ) -> None:
         self._library = library(SOURCE)
-        super().__init__("on" if self._library else "no C compiler that works here", "the model's own experts")
+        trouble = cannot_run(device) if device.type == "cuda" else None  # kernels ask for them
+        status = trouble or "on" if self._library else "no C compiler that works here"
+        super().__init__(status, "the model's own experts")
         self.tokens, self._memory, self._device, self._fast = tokens, memory, device, fast
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(len(os.sched_getaffinity(0)))
         self._layers: dict[int, _Layer] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
+        self._server: Server | None = None
         self._buffers: tuple[Tensor, ...] = ()  # states, choice, weights and result in pinned memory; sums
         self._kept = list[tuple[object, ...]]()  # calls and buffers of before
         self._dtype, self._width = torch.float32, 0
@@ -122,15 +168,25 @@ class CpuExperts(CheckedKernel):
         count, self.each = chosen.shape
         host_states, host_chosen, host_weights, host_out, _ = self._memory_for(self.each)
         call = self._call(layer, count, self.each)
-        sent = (host_states, states), (host_chosen, chosen.long()), (host_weights, weights.float())
-        for host, tensor in sent:
-            host[: tensor.numel()].view(tensor.shape).copy_(tensor.contiguous(), non_blocking=True)
         if self._device.type == "cuda":
-            _launch(torch.cuda.current_stream(self._device).cuda_stream, self._library, call)
-        else:
-            self._library.compute_experts(ctypes.byref(call))
-        out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
-        return out.copy_(host_out[: states.numel()].view(states.shape), non_blocking=True)
+            return self._requested(call, states, chosen, weights)
+        sent = (host_states, states), (host_chosen, chosen), (host_weights, weights)
+        for host, tensor in sent:
+            host[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        self._library.compute_experts(ctypes.byref(call))
+        return host_out[: states.numel()].view(states.shape).clone()
+
+    def _requested(self, call: _Call, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Have the device ask for a call, and wait for it in its current stream."""
+        from zinfer.engine.stream.experts.request import receive, send
+
+        if self._server is None:
+            self._server = Server(self._library, self._threads)
+        if not hasattr(call, "number"):
+            call.number = self._server.number(call)
+        *sent, out, _ = self._buffers
+        send((states, chosen, weights), sent, self._server.asked, self._server.done, call.number)
+        return receive(out, self._server.done, states)
 
     @property
     def settings(self) -> dict[str, Option]:
@@ -145,6 +201,8 @@ class CpuExperts(CheckedKernel):
 
     def close(self) -> None:
         """Forget all experts; the device must have computed them."""
+        if self._server is not None:
+            self._server.close()
         self._layers, self._calls, self._buffers, self._kept = {}, {}, (), []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.status = "closed"
@@ -288,16 +346,3 @@ def _is_fast(made: _Matrix, parts: Sequence[_Part]) -> bool:
     widths = [LANE_COLUMNS << power for power in range(16)] + ([16, 32] if four else [])
     groups = made.across == 1 or made.width in widths
     return known and groups and made.columns % LANE_COLUMNS == 0
-
-
-def _launch(stream: int, code: Any, call: _Call) -> None:
-    """Queue a call on a CUDA stream. Raises RuntimeError."""
-    function = ctypes.cast(code.compute_experts, ctypes.c_void_p)
-    failed = _driver().cuLaunchHostFunc(ctypes.c_void_p(stream), function, ctypes.byref(call))
-    if failed:
-        raise RuntimeError(f"cuLaunchHostFunc failed: error {failed}")
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")

@@ -202,6 +202,7 @@ class _Kernels:
         blocks = -(-rows // UNIT_ROWS) * (min(count, self.experts) if self.experts else 1)
         hopper = torch.cuda.get_device_capability(self._device) == (9, 0)
         integers = self._kind == "uint4" and tuning["block_shape"][0] == LONG["block_shape"][0]
+        integers = integers and tuning.get("mma_type") == "mma"  # WGMMA takes other shapes
         fits = columns >= LONG_COLUMNS and columns % LONG["block_shape"][2] == 0
         return hopper and integers and fits and blocks <= LONG_BLOCKS
 

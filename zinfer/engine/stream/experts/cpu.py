@@ -87,8 +87,8 @@ class _Requests(ctypes.Structure):
 
 
 class Server:
-    """Threads that compute the calls that a device asks for. It writes a call's number to `asked`, and waits until
-    `done` is not 0. Both are one word, int32 ``[1]``, in pinned memory."""
+    """Threads that compute calls that a device asks for. It writes a call's number to `asked`, and waits until `done`
+    is not 0. Both are one word, int32 ``[1]``, in pinned memory."""
 
     def __init__(self, code: Any, threads: int, pin: bool = True) -> None:
         with torch.inference_mode(False):
@@ -102,7 +102,7 @@ class Server:
         self._stop = weakref.finalize(self, _stop, requests, thread, mail, self._calls)
 
     def number(self, call: _Call) -> int:
-        """Return the number by which a device asks for a call from now on."""
+        """Return the number by which a device asks for a call."""
         self._calls[self._count] = ctypes.pointer(call)
         self._count += 1
         return self._count
@@ -177,7 +177,7 @@ class CpuExperts(CheckedKernel):
         return host_out[: states.numel()].view(states.shape).clone()
 
     def _requested(self, call: _Call, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Have the device ask for a call, and wait for it in its current stream."""
+        """Have the device ask for a call and wait for it. Both are in its current stream."""
         from zinfer.engine.stream.experts.request import receive, send
 
         if self._server is None:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Kernels by which the device asks the CPU for experts, and waits for them.
+"""Kernels by which the device asks the CPU for experts.
 
 The device writes what a call needs to pinned memory, then the call's number to `asked`, a word of it. A thread of the
 CPU takes the number, and writes 1 to `done`, another word, when the result is in pinned memory. A host function of CUDA
@@ -19,9 +19,9 @@ SENT, RECEIVED = 4096, 1024  # values that a program moves at a time
 
 
 def send(tensors: Sequence[Tensor], host: Sequence[Tensor], asked: Tensor, done: Tensor, number: int) -> None:
-    """Queue a request for call `number`. `tensors` are hidden states ``[tokens, H]``, chosen experts, and their
-    weights ``[tokens, k]``; `host` is their pinned memory, of the same type, int64 and float32. `asked` and
-    `done` are int32."""
+    """Queue a request for a call. It has the number `number`. `tensors` are hidden states ``[tokens, H]``, chosen
+    experts, and their weights ``[tokens, k]``; `host` is their pinned memory, of the same type, int64 and float32.
+    `asked` and `done` are int32."""
     states, chosen, weights = (tensor.contiguous() for tensor in tensors)
     _send[(1,)](
         states, chosen, weights, *host, asked, done, number, states.numel(), chosen.numel(),
@@ -30,8 +30,8 @@ def send(tensors: Sequence[Tensor], host: Sequence[Tensor], asked: Tensor, done:
 
 
 def receive(host: Tensor, done: Tensor, states: Tensor) -> Tensor:
-    """Return the result of the request sent before, in the shape and type of `states`. `host` is its pinned memory. The
-    current stream waits for it."""
+    """Return the result of the request sent before. It has the shape and type of `states`; `host` is its pinned memory.
+    The current stream waits for it."""
     out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
     _receive[(triton.cdiv(out.numel(), RECEIVED),)](host, done, out, out.numel(), BLOCK=RECEIVED)
     return out

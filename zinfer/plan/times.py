@@ -54,10 +54,10 @@ class Rates:
     # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
-    # Experts on the CPU: seconds of a layer's host function and copies, and the rate of codes over that of attention:
+    # Experts on the CPU: seconds of a layer besides reading them, and the rate of codes over that of attention:
     # steps of gpt-oss-120b on 16 cores. FLOPs a second of a core on 4-bit codes: a prototype. Cores of a machine that
     # was not probed; and the CPU's rate over that of a copy in host memory, where the former is not known.
-    cpu_layer_s: float = 210e-6
+    cpu_layer_s: float = 80e-6
     cpu_codes: float = 0.75
     core_flops: float = 40e9
     assumed_cores: int = 16

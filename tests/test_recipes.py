@@ -13,6 +13,7 @@ from tests import PATIENCE_S
 from zinfer import engine
 from zinfer.checkpoint import resolve
 from zinfer.commands.options import locate
+from zinfer.core.engine import OptionError
 from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml, sweep_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,16 @@ def test_an_engine_without_budgets_is_measured_once_beside_others() -> None:
     fields = {"model": "m", "engine": ["stream", "deepspeed"], "offload": "cpu", "gpu_weights": ["0%", "70%"]}
     loads = [(load.engine, load.gpu_weights) for load in make_sweep(fields, "here").loads()]
     assert loads == [("stream", "0%"), ("stream", "70%"), ("deepspeed", None)]
+
+
+def test_options_go_to_the_engines_that_have_them() -> None:
+    """One command sweeps engines with an option that a single one of them has."""
+    fields = {"model": "m", "engine": ["stream", "llama-server"], "offload": "none"}
+    options = {"file": ["a.gguf"], "cuda_graphs": ["auto", "off"]}
+    loads = [(load.engine, load.options) for load in make_sweep(fields | {"options": options}, "here").loads()]
+    assert loads == [("stream", ()), ("stream", (("cuda_graphs", "off"),)), ("llama-server", (("file", "a.gguf"),))]
+    with pytest.raises(OptionError, match="engine stream has no option 'files'"):
+        list(make_sweep(fields | {"options": {"files": ["a.gguf"]}}, "here").loads())
 
 
 def test_an_engine_without_budgets_refuses_one() -> None:

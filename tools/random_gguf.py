@@ -59,8 +59,8 @@ def tensors(config: dict[str, Any], type_: gguf.GGMLQuantizationType) -> Iterato
         matrices += [(f"ffn_down{suffix}", (*stack, hidden, inner), type_)]
         for name, size in norms:
             yield Tensor(f"blk.{layer}.{name}.weight", (size,), full)
-        for name, shape, kind in matrices:
-            yield Tensor(f"blk.{layer}.{name}.weight", shape, kind)
+        for name, shape, stored in matrices:
+            yield Tensor(f"blk.{layer}.{name}.weight", shape, stored)
             if biased:
                 yield Tensor(f"blk.{layer}.{name}.bias", shape[:-1], full)
         if biased:

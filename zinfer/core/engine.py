@@ -341,6 +341,11 @@ def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = F
     return without_defaults(engine, tuple(options.items()))
 
 
+def has_option(engine: str, name: str, planning: bool = False) -> bool:
+    """Tell whether an engine has an option; `planning` as in `resolve_options`."""
+    return name in _options(engine).model_fields or (planning and name in PlanOptions.model_fields)
+
+
 def option_text(value: object) -> str:
     """Return `value` as it is typed, at most 60 characters of it."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:60]

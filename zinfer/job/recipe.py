@@ -23,6 +23,7 @@ from zinfer.core.engine import (
     Options,
     conflict,
     draft_model,
+    has_option,
     resolve_options,
 )
 from zinfer.core.errors import ZinferError, did_you_mean
@@ -208,16 +209,24 @@ class Sweep(Frozen):
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
         """Yield the loads, with engine recipes resolved and options validated.
 
-        With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
-        unknown option and for a wrong value, RecipeError for an unknown engine.
+        An engine goes without an option that only others of the sweep have. With `planning` any engine takes the
+        options of `PlanOptions`, which it may lack. Raises OptionError for an unknown option and for a wrong value,
+        RecipeError for an unknown engine.
         """
         recipes = {(name, offload): engine_recipe(name, offload) for name in self.engine for offload in self.offload}
         axes = self.model, self.layers, self.engine, self.weights, self.offload
         for model, layers, name, weights, offload in product(*axes):
             recipe = recipes[name, offload]
-            budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes.values()})
-            for budget, values in product(budgets, [*product(*self.options.values())]):
-                options = recipe.options | dict(zip(self.options, values, strict=True))
+            engines = {each.engine for each in recipes.values()}
+            budgets = self._budgets(recipe.engine, offload, engines)
+            for_others = {
+                name
+                for name in self.options
+                if not has_option(recipe.engine, name, planning) and any(has_option(each, name) for each in engines)
+            }
+            own = {name: values for name, values in self.options.items() if name not in for_others}
+            for budget, values in product(budgets, [*product(*own.values())]):
+                options = recipe.options | dict(zip(own, values, strict=True))
                 yield SweepLoad(
                     model=model,
                     engine=recipe.engine,

@@ -62,9 +62,17 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Sizes of models, for GPUs: kernels divide long rows, and many of them, in other ways.
+LARGE: dict[str, tuple[Any, ...]] = {
+    "many long rows": ((2, 8192, 4096), 4, "middle4", (16384, 32), (1, 128), BF16, "", BF16, {}),
+    "few longer rows": ((2, 1024, 14336), 4, "middle4", (2048, 112), (1, 128), BF16, "", BF16, {}),
+    "a matrix of long rows": ((16384, 4096), 4, "middle4", (16384, 32), (1, 128), BF16, "", BF16, {}),
+}
+
+
 def codes_of(name: str) -> Codes:
-    """Return random codes of one of `CASES`."""
-    (*lead, rows, columns), bits, table, grid, block, kind, coded, dtype, more = CASES[name]
+    """Return random codes of one of `CASES` or `LARGE`."""
+    (*lead, rows, columns), bits, table, grid, block, kind, coded, dtype, more = (CASES | LARGE)[name]
     dice = torch.Generator().manual_seed(len(name))
     rows *= lead[0] if lead else 1
     numbers = torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8, generator=dice)

@@ -258,11 +258,34 @@ def test_nvml_is_closed_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_memory_limit(groups: str, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
-    (tmp_path / "groups").write_text(groups)
+    assert host.memory_limit(group_files(groups, files, tmp_path), tmp_path) == limit
+
+
+def group_files(groups: str, files: dict[str, str], folder: Path) -> Path:
+    """Write the files of control groups; return the one that names a process's."""
+    (folder / "groups").write_text(groups)
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert host.memory_limit(tmp_path / "groups", tmp_path) == limit
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder / "groups"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ("0::/\n", {"cpu.max": "max 100000"}, 64),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("3:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu:/job\n", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 64),
+        ("0::/gone\n", {}, 64),
+    ],
+)
+def test_cpus_of_a_container(
+    groups: str, files: dict[str, str], cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(64)))
+    assert host.usable_cpus(group_files(groups, files, tmp_path), tmp_path) == cpus
 
 
 @pytest.mark.torch

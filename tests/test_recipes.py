@@ -69,7 +69,7 @@ def test_an_engine_without_budgets_is_measured_once_beside_others() -> None:
 
 
 def test_options_go_to_the_engines_that_have_them() -> None:
-    """One command sweeps engines with an option that a single one of them has."""
+    """One of the engines has an option that the other lacks."""
     fields = {"model": "m", "engine": ["stream", "llama-server"], "offload": "none"}
     options = {"file": ["a.gguf"], "cuda_graphs": ["auto", "off"]}
     loads = [(load.engine, load.options) for load in make_sweep(fields | {"options": options}, "here").loads()]

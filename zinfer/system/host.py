@@ -153,18 +153,35 @@ def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
     Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """
     limited = []
+    for folder, first in _control_groups("memory", groups, root):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / ("memory.limit_in_bytes" if first else "memory.max")).read_text())
+            if limit < 1 << 60:
+                limited.append((limit, _in_use(folder)))
+    return limited
+
+
+def _control_groups(controller: str, groups: Path, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups with a controller. Also tell whether they are of version 1."""
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        folder, file = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        group = Path(path.lstrip("/"))
+        folder, group = root / controller if controllers else root, Path(path.lstrip("/"))
         for level in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / level / file).read_text())
-                if limit < 1 << 60:
-                    limited.append((limit, _in_use(folder / level)))
-    return limited
+            yield folder / level, bool(controllers)
+
+
+def usable_cpus(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of CPUs that this process may use. A container's may be given as time, not as certain ones."""
+    counts = [len(os.sched_getaffinity(0))]
+    for folder, first in _control_groups("cpu", groups, root):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if first else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((folder / file).read_text() for file in files).split()
+            if quota not in ("max", "-1"):
+                counts.append(max(1, -(-int(quota) // int(period))))
+    return min(counts)
 
 
 def _in_use(group: Path) -> int:
@@ -269,7 +286,7 @@ def host_facts() -> dict[str, Any]:
     """Return processor, usable cores, caches, NUMA nodes and memory of this host."""
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cpus(),
         "cache_bytes": cache_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "memory_bytes": memory_total(),

@@ -57,6 +57,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def _threads() -> dict[str, str]:
+    """Limit the threads of libraries to the CPU time of a container."""
+    usable = host.usable_cpus()
+    return {"OMP_NUM_THREADS": str(usable)} if usable < len(os.sched_getaffinity(0)) else {}
+
+
 class WorkerError(RuntimeError):
     """Command without an answer. Its status, the reason in one line, and the exit code for it."""
 
@@ -157,7 +163,7 @@ class Worker(Client):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
+            env={**_CALM, **_threads(), **_GROWING, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
         self._unregister = at_end(partial(self._end, 1.0))  # others may wait for this process

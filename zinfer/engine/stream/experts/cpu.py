@@ -10,7 +10,6 @@ kind is compared with that of the model's own code; without a compiler, or where
 """
 
 import ctypes
-import os
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -31,7 +30,7 @@ from zinfer.engine.stream.weights.formats import CodesLayout
 from zinfer.engine.stream.weights.packed_experts import Experts, PackedExpert, PackedExperts
 from zinfer.engine.stream.weights.products import CheckedKernel
 from zinfer.engine.triton_check import cannot_run
-from zinfer.system.host import attending_cpus
+from zinfer.system.host import attending_cpus, usable_cpus
 
 SOURCE = Path(__file__).with_name("cpu_experts.c")
 MAX_PAIRS, LANE_COLUMNS = 1024, 64  # MAX_PAIRS and CHUNK in cpu_experts.c
@@ -133,7 +132,7 @@ class CpuExperts(CheckedKernel):
         super().__init__(status, "the model's own experts")
         self.tokens, self._memory, self._device, self._fast = tokens, memory, device, fast
         self.each = 0  # experts of a token in the latest call
-        self._threads = threads or attending_cpus(len(os.sched_getaffinity(0)))
+        self._threads = threads or attending_cpus(usable_cpus())
         self._layers: dict[int, _Layer] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
         self._server: Server | None = None

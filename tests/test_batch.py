@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
-from zinfer.core.request import TokenScore
+from zinfer.core.request import Sampling, TokenScore
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
 from zinfer.job.batch.rows import requests_of, split
@@ -47,10 +47,10 @@ def test_a_request_is_understood() -> None:
     request = only_request(line(body))
     assert isinstance(request, BatchLine)
     assert (request.custom_id, request.prompt) == ("a", "Once")
-    assert request.asked[:7] == (False, ("Once",), 9, 0.0, 0.5, ("\n",), "3")
+    assert request.asked[:6] == (False, ("Once",), 9, Sampling(top_p=0.5), ("\n",), "3")
     plain = only_request(line({"prompt": ""}))
     assert isinstance(plain, BatchLine)
-    assert plain.asked[2:6] == (None, 1.0, 1.0, ())
+    assert plain.asked[2:5] == (None, Sampling(temperature=1.0), ())
     assert plain.id == f"batch_req_{plain.asked.seed}"
 
 
@@ -86,6 +86,7 @@ def test_a_chat_is_understood() -> None:
         (line({"prompt": "x", "max_tokens": True}), "invalid_value", "max_tokens"),
         (line({"prompt": "x", "temperature": -1}), "invalid_value", "temperature must be a number from 0 to 2"),
         (line({"prompt": "x", "top_p": 1.1}), "invalid_value", "top_p"),
+        (line({"prompt": "x", "min_p": -1}), "invalid_value", "min_p must be a number from 0 to 1"),
         (line({"prompt": "x", "seed": "s"}), "invalid_value", "seed must be a whole number"),
         (line({"prompt": "x", "stop": {"a": 1}}), "invalid_value", "stop"),
         (line({"prompt": "\ud83d"}), "invalid_value", "prompt has half of a surrogate pair"),

@@ -266,6 +266,8 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
         (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),
         (["--top-p", "0.9"], "--top-p has no effect on greedy text: add --temperature"),
+        (["--top-k", "5"], "--top-k has no effect on greedy text: add --temperature"),
+        (["--logit-bias", "5:1"], "'5:1': write token ids and what is added, as 11=-100,42=2.5"),
         (["--chat", "--kv-cache-size", "lots"], "'lots' is not a size"),
     ],
 )

@@ -1,10 +1,12 @@
 """Bodies as clients send them: what has no effect is taken, what has one is carried out, or refused by name."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from zinfer.core.request import Sampling
 from zinfer.job.openai import CHAT, Asked, Refused, ServerLimits, read_body
 
 SERVED = ServerLimits(vocab_size=100, answers=64)
@@ -62,20 +64,61 @@ def test_defaults_and_empty_values_change_nothing(served: bool) -> None:
     [
         ("use_beam_search", True), ("spaces_between_special_tokens", False), ("skip_special_tokens", False),
         ("add_special_tokens", True), ("add_generation_prompt", False), ("continue_final_message", True),
-        ("top_k", 5), ("min_p", 0.1), ("length_penalty", 2), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1}),
-        ("stop_token_ids", [3]), ("include_stop_str_in_output", True), ("min_tokens", 1), ("best_of", 2),
+        ("length_penalty", 2), ("include_stop_str_in_output", True), ("best_of", 2),
         ("return_token_ids", True), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
         ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("verbosity", "low"),
         ("reasoning_effort", "low"), ("web_search_options", {}), ("cache_salt", "x"), ("echo", True),
         ("chat_template", "x"), ("chat_template_kwargs", {"a": 1}), ("structured_outputs", {"json": {}}),
-        ("stop_token_ids", [0]), ("priority", True), ("top_k", False), ("frobnicate", False), ("presence_penalty", 1),
+        ("priority", True), ("frobnicate", False),
     ],
 )  # fmt: skip
 def test_a_value_with_an_effect_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(Refused, match=f"^{key}.* is not supported$") as refused:
         chat(**{key: value})
     assert (refused.value.code, refused.value.param) == ("unsupported_parameter", key)
+
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -2,
+    "frequency_penalty": 2, "logit_bias": {"5": 1, "99": -100.0}, "stop_token_ids": [3, 0], "min_tokens": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("read", [chat, text])
+def test_sampling_is_taken_from_a_body(served: bool, read: Callable[..., Asked]) -> None:
+    asked = read(served, **SAMPLING, seed=9)
+    wanted = SAMPLING | {"logit_bias": ((5, 1.0), (99, -100.0)), "stop_token_ids": (3, 0), "seed": "9"}
+    request = asked.request([1], 8)
+    assert request.sampling == Sampling(**wanted)
+    assert request.sampling.edits
+    assert read(served).sampling == Sampling(temperature=1.0)
+    assert not read(served, top_k=3, stop_token_ids=[3]).sampling.edits
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("top_k", -2, "top_k must be a whole number from 0"), ("top_k", 1.5, "whole"), ("top_k", True, "whole"),
+        ("min_p", 1.1, "min_p must be a number from 0 to 1"), ("min_p", "0", "number"),
+        ("repetition_penalty", 0, "from 0.01 to 100"), ("presence_penalty", 2.1, "from -2 to 2"),
+        ("frequency_penalty", float("nan"), "from -2 to 2"),
+        ("logit_bias", [5], "an object of at most 1,024 token ids"),
+        ("logit_bias", {"x": 1}, "an object"), ("logit_bias", {"-1": 1}, "an object"),
+        ("logit_bias", {"5": 1, "05": 2}, "an object"), ("logit_bias", {"9" * 5000: 1}, "an object"),
+        ("logit_bias", {str(key): 1 for key in range(1025)}, "1,024"), ("logit_bias", {"5": 101}, "from -100 to 100"),
+        ("logit_bias", {"5": None}, "number"), ("logit_bias", {"100": 1}, "token 100: ids are from 0 to 99"),
+        ("stop_token_ids", 3, "a list of at most 128"), ("stop_token_ids", [True], "a list"),
+        ("stop_token_ids", [1] * 129, "a list"), ("stop_token_ids", [-1], "token -1"),
+        ("stop_token_ids", [100], "token 100"), ("min_tokens", -3, "whole"), ("min_tokens", 17, "exceeds max_tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_sampling_is_refused_by_name(key: str, value: Any, why: str) -> None:
+    with pytest.raises(Refused, match=why) as refused:
+        chat(**{key: value}, max_tokens=16)
+    assert (refused.value.param, refused.value.status) == (key, 400)
+    assert len(str(refused.value)) < 100
 
 
 def test_special_tokens_are_those_of_the_endpoint() -> None:

@@ -151,6 +151,28 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     assert len({body["choices"][0]["text"] for body in mixed.values()}) == 6
 
 
+def test_penalties_of_a_line_are_its_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    fields: list[dict[str, Any]] = [
+        {}, {"repetition_penalty": 0.5}, {"presence_penalty": -2, "frequency_penalty": -1}, {"logit_bias": {"70": 100}},
+        {"temperature": 1, "top_k": 2, "min_p": 0.1}, {},
+    ]  # fmt: skip
+    lines = [
+        request(str(key), {"prompt": "ab" * 3, "max_tokens": 12, "temperature": 0, "seed": 1} | more)
+        for key, more in enumerate(fields)
+    ]
+    together, worker = answers(checkpoint("llama"), tmp_path / "a.jsonl", lines)
+    alone, _ = answers(checkpoint("llama"), tmp_path / "b.jsonl", lines, max_rows=1)
+    assert together == alone
+    texts = [together[str(key)]["choices"][0]["text"] for key in range(6)]
+    assert texts[0] == texts[5]
+    assert len({*texts}) == 5
+    bad = request("bad", {"prompt": "x", "stop_token_ids": [10_000]})
+    vocab_size = worker.spec.vocab_size
+    rows, (fault,) = requests_of([bad, lines[0]], [[1], [1]], None, vocab_size, 20, {})
+    assert len(rows) == 1
+    assert (fault.code, fault.message[:39]) == ("invalid_value", "stop_token_ids has token 10000: ids are")
+
+
 def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     directory, body = checkpoint("llama"), {"prompt": "Once upon", "max_tokens": 20, "temperature": 0}
     free, _ = answers(directory, tmp_path / "a.jsonl", [request("free", body)])

@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,10 @@ class Reference:
         logits = self.model(torch.tensor([ids])).logits[0]
         return torch.log_softmax(logits.float(), -1)
 
-    def greedy(self, ids: list[int], count: int) -> list[int]:
+    def greedy(self, ids: list[int], count: int, **settings: Any) -> list[int]:
         made = self.model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=count,
-            do_sample=False, pad_token_id=0,
+            do_sample=False, pad_token_id=0, **settings,
         )  # fmt: skip
         continuation = made[0, len(ids) :].tolist()
         return [token for token in continuation if token != 2]
@@ -150,6 +151,35 @@ def test_greedy_text_is_that_of_transformers(
     assert last.choices == []
     assert last.usage is not None
     assert last.usage.prompt_tokens == len(ids[2])
+    free(server, worker)
+
+
+def test_parameters_of_one_request_do_not_touch_another(
+    client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
+) -> None:
+    """Penalties, bias and ends are each request's own."""
+    kind: dict[str, Any] = {"model": NAME, "max_tokens": 12, "temperature": 0}
+    ids = [reference.ids(text) for text in PROMPTS]
+    expected = [reference.text(reference.greedy(prompt, 12)) for prompt in ids]
+    penalised = reference.greedy(ids[0], 12, repetition_penalty=0.5)
+    letter = reference.ids("e")[-1]
+    asked: list[dict[str, Any]] = [{"prompt": prompt} for prompt in ids]
+    asked += [{"prompt": ids[0], "extra_body": {"repetition_penalty": 0.5}}]
+    asked += [{"prompt": ids[1], "logit_bias": {str(letter): 100}}]
+    biased = {"logit_bias": {str(letter): 100}, "extra_body": {"stop_token_ids": [letter], "min_tokens": 3}}
+    asked += [{"prompt": ids[2], **biased}, {"prompt": ids[3], "frequency_penalty": -2, "presence_penalty": -2}]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda fields: client.completions.create(**kind | fields), asked))
+    texts = [answer.choices[0].text for answer in answers]
+    assert texts[:5] == [*expected, reference.text(penalised)]
+    assert texts[4] != expected[0]
+    assert texts[5] == reference.text([letter] * 12)
+    usage = answers[6].usage
+    assert usage is not None
+    assert (answers[6].choices[0].finish_reason, usage.completion_tokens) == ("stop", 3)
+    assert texts[7] != expected[3]
+    with pytest.raises(openai.BadRequestError, match="min_p must be a number from 0 to 1"):
+        client.completions.create(prompt="x", extra_body={"min_p": 7}, **kind)
     free(server, worker)
 
 

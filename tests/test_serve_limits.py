@@ -77,6 +77,8 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
         (TEXTS, ALL | {"temperature": "hot"}, 400, "temperature", "number"),
         (TEXTS, ALL | {"top_p": -0.1}, 400, "top_p", "number"),
         (TEXTS, ALL | {"stop": [""]}, 400, "stop", "none of them empty"),
+        (TEXTS, ALL | {"logit_bias": {"64": 1}}, 400, "logit_bias", "token 64: ids are from 0 to 63"),
+        (TEXTS, ALL | {"repetition_penalty": 0}, 400, "repetition_penalty", "from 0.01 to 100"),
         (TEXTS, ALL | {"logprobs": 21}, 400, "logprobs", "from 0 to 20"),
         (TEXTS, ALL | {"logprobs": True}, 400, "logprobs", "whole number"),
         (TEXTS, ALL | {"echo": 1}, 400, "echo", "true or false"),
@@ -485,7 +487,8 @@ VALUES = st.recursive(
 )
 NAMES = st.sampled_from(
     ["prompt", "messages", "model", "max_tokens", "temperature", "top_p", "seed", "stop", "n", "stream", "echo",
-     "logprobs", "top_logprobs", "stream_options", "user", "tools", "role", "content"]
+     "logprobs", "top_logprobs", "stream_options", "user", "tools", "role", "content", "top_k", "min_p", "logit_bias",
+     "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"]
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.batch.packing import best_plan
 from zinfer.job.driver import Driver
+from zinfer.job.openai import check_tokens, read_sampling
 from zinfer.job.recipe import engine_recipe
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -33,6 +34,29 @@ from zinfer.worker.process import WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 STREAM_S = 0.05  # seconds of decoding before new text is shown
+
+
+def _bias(text: str) -> dict[str, float]:
+    pairs = [word.partition("=") for word in text.split(",")]
+    try:
+        return {token.strip(): float(value) for token, _, value in pairs}
+    except ValueError:
+        raise ValueError(f"{text[:60]!r}: write token ids and what is added, as 11=-100,42=2.5") from None
+
+
+TOKENS = options.comma_list("id,..", int, "token ids with commas between")
+DRAWN = ("top_p", "top_k", "min_p")  # without an effect on greedy text
+EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens")
+sampling_options = options.option_group(  # as in bodies of requests, which have the same limits
+    option("--top-k", int, "Sample among so many likeliest tokens; 0 is all.  [default: 0]"),
+    option("--min-p", float, "Sample among tokens with this share of the likeliest one's chance.  [default: 0]"),
+    option("--repetition-penalty", float, "Divide logits of tokens in prompt or answer by this.  [default: 1]"),
+    option("--presence-penalty", float, "Take this from logits of tokens in the answer.  [default: 0]"),
+    option("--frequency-penalty", float, "Take this from logits for each time in the answer.  [default: 0]"),
+    option("--logit-bias", options.Parsed("id=bias,..", _bias), "Add to the logits of tokens, -100 to 100 each."),
+    option("--stop-token-ids", TOKENS, "Tokens that end an answer, too."),
+    option("--min-tokens", int, "Tokens of an answer before it may end.  [default: 0]"),
+)
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -45,6 +69,7 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 @option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
 @option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
 @option("--top-p", options.SHARE, "Sample among the likeliest tokens of this share.", default=1.0)
+@sampling_options
 @option("--seed", int, "Seed of the sampling.", default=0)
 @option("--ignore-eos", bool, "Generate --output-len tokens, past the end of a text.")
 @chat_options
@@ -66,7 +91,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """
     prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
     _check_options(chat, batch_size, how["temperature"])
-    sampling = Sampling(temperature=how["temperature"], top_p=how["top_p"], seed=str(how["seed"]))
+    sampling = _sampling(how)
     output_len = how["output_len"] or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     recipe = engine_recipe(how["engine"])
@@ -74,6 +99,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
     job = options.prepared("run", how)
     spec, tokenizer = job.source.spec, job.tokenizer
+    check_tokens(sampling, spec.vocab_size)
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
@@ -227,8 +253,16 @@ def _check_options(chat: bool, batch_size: int | None, temperature: float) -> No
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
     if chat and batch_size is not None:
         raise click.UsageError("a conversation is one row: leave out --batch-size")
-    if not temperature and "top_p" in typed:
-        raise click.UsageError("--top-p has no effect on greedy text: add --temperature, such as 1")
+    if not temperature and (given := [typed[name] for name in DRAWN if name in typed]):
+        raise click.UsageError(f"{given[0]} has no effect on greedy text: add --temperature, such as 1")
+
+
+def _sampling(how: dict[str, Any]) -> Sampling:
+    """Return the sampling of the options. Raises Refused for a value out of its limits."""
+    given = {name: how[name] for name in (*DRAWN, *EDITS) if how[name] is not None}
+    given |= {"stop_token_ids": list(given["stop_token_ids"])} if "stop_token_ids" in given else {}
+    settings = {"temperature": how["temperature"], "seed": str(how["seed"])}
+    return read_sampling(given).model_copy(update=settings)
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:

@@ -16,11 +16,38 @@ class Message(Frozen):
 
 
 class Sampling(Frozen):
-    """Choice of a row's next token. Temperature 0 is greedy, `top_p` below 1 is nucleus sampling."""
+    """Choice of a row's next token, and the tokens that end it. Temperature 0 is greedy.
+
+    `top_p` below 1 is nucleus sampling, `top_k` 0 takes all tokens. `repetition_penalty` counts tokens of prompt and
+    output, the others those of the output alone. `logit_bias` has pairs of a token and what its logit gains. A row ends
+    neither at an end token nor at a stop before it has `min_tokens`.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: str = "0"
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def edits(self) -> bool:
+        """True if logits are changed before a token is chosen."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or self.min_tokens)
+
+    def unknown_token(self, vocab_size: int) -> str | None:
+        """Return a line about a token not below `vocab_size`; None without one."""
+        named = {"logit_bias": [token for token, _ in self.logit_bias], "stop_token_ids": self.stop_token_ids}
+        for name, tokens in named.items():
+            if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+                return f"{name} has token {wrong[0]}: ids are from 0 to {vocab_size - 1}"
+        return None
 
 
 GREEDY = Sampling()

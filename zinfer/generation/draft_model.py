@@ -23,6 +23,7 @@ from zinfer.engine.transfer import to_device
 from zinfer.generation import tuning
 from zinfer.generation.detokenizer import common
 from zinfer.generation.drafts import Drafter, NgramDrafter
+from zinfer.generation.logit_edits import EditedRow
 from zinfer.generation.sampling import choose
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import load_tokenizer
@@ -33,7 +34,7 @@ class ModelDrafter:
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine, self._spec = engine, engine.plan.model
-        self._vocab_size = min(vocab_size, self._spec.vocab_size)
+        self._tokens, self._vocab_size = vocab_size, min(vocab_size, self._spec.vocab_size)
         # Micro-batches with the keys of their rows, None for an ended row: all that have drafts, then new ones.
         self._parts: list[tuple[MicroBatch, list[int | None]]] = []
         self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, without `_ahead`
@@ -179,11 +180,14 @@ class ModelDrafter:
         columns = [to_device(torch.tensor([ids[-1] for ids in token_ids]), engine.device)]
         drafting = [None if key is None or key not in counts else rows[key] for key in keys]
         samplings = [GREEDY if row is None else row.sampling for row in drafting]
+        edited = {}  # what a draft repeats of drafts before it is left to the large model
+        if self._vocab_size == self._tokens:
+            edited = {n: EditedRow(row.edits) for n, row in enumerate(drafting) if row is not None and row.edits}
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
             (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
             if ahead < count:
                 places = [ahead if row is None else len(row.output_ids) + ahead for row in drafting]
-                columns.append(choose(logits[:, 0, : self._vocab_size], samplings, places)[0])
+                columns.append(choose(logits[:, 0, : self._vocab_size], samplings, places, edited)[0])
         drafted = dict(zip(keys, torch.stack(columns, dim=1).tolist(), strict=True))
         self._ahead = {key: drafted[key] for key in counts}
         return {key: drafted[key][1 : 1 + number] for key, number in counts.items()}

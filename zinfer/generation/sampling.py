@@ -7,8 +7,9 @@ continues in the same way whatever batch it is in, and after a restart; and two 
 same waiting times draw the same token often (Daliri et al. 2024, arXiv:2408.07978), which drafts live on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from zinfer.core.request import Sampling
 from zinfer.engine.transfer import to_device
+from zinfer.generation.logit_edits import EditedRow, edit
 
 CHUNK = 1 << 23  # logits that are sampled from at once: sorting takes several times their memory
 
@@ -66,37 +68,73 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, best.isfinite()
 
 
-def choose(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    places: Sequence[int],
+    edited: Mapping[int, EditedRow] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row of ``[B, V]`` logits; return ids, and whether the logits are numbers. `places`
-    are the tokens that each row's output has so far. Tokens outside of a nucleus take no part in the race (Holtzman et
-    al. 2020, arXiv:1904.09751)."""
+    are the tokens that each row's output has so far; rows of `edited` have their logits changed before."""
     ids, finite = greedy(logits)
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     size = max(1, CHUNK // logits.shape[-1])
-    for nucleus in (False, True):  # one by one: neighbours do not change how a row is sampled
-        alike = [row for row in drawn if (samplings[row].top_p < 1) == nucleus]
+    kinds: dict[tuple[bool, ...], list[int]] = {}  # one by one: neighbours do not change how a row is sampled
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature > 0:
+            limited = sampling.top_k > 0 or sampling.min_p > 0
+            kinds.setdefault((row in edited, True, sampling.top_p < 1, limited), []).append(row)
+        elif row in edited:
+            kinds.setdefault((True, False), []).append(row)
+    for (edits, drawn, *limits), alike in kinds.items():
         for start in range(0, len(alike), size):
             part = alike[start : start + size]
             rows = to_device(torch.tensor(part), logits.device)
-            ids[rows] = _draw(logits[rows], [samplings[row] for row in part], [places[row] for row in part], nucleus)
+            values = edit(logits[rows], [edited[row] for row in part]) if edits else logits[rows]
+            if drawn:
+                ids[rows] = _draw(values, [samplings[row] for row in part], [places[row] for row in part], *limits)
+            else:
+                ids[rows] = values.argmax(-1)
     return ids, finite
 
 
-def _draw(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int], nucleus: bool) -> Tensor:
-    """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. All rows have a nucleus, or none."""
+def distribution(
+    logits: Tensor, samplings: Sequence[Sampling], nucleus: bool = True, limited: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return probabilities to draw by, float32 ``[n, V]``; their order if sorted.
+
+    As in vLLM, `top_p` is a share of what `min_p` and `top_k` leave (Holtzman et al. 2020, arXiv:1904.09751; Nguyen et
+    al. 2024, arXiv:2407.01082), and of equal tokens at the edge of `top_k` all stay. Without `nucleus` no row has a
+    `top_p`, without `limited` none has the others. Those of a nucleus do not add up to 1.
+    """
 
     def column(values: list[float]) -> Tensor:
         return to_device(torch.tensor(values), logits.device)[:, None]
 
     best = logits.max(-1, keepdim=True).values.float()
-    temperature = column([max(sampling.temperature, 1e-6) for sampling in samplings])
-    kept, order = torch.softmax((logits.float() - best) / temperature, dim=-1), None
-    times = waiting_times(samplings, places, logits.shape[-1], logits.device)
+    scaled = (logits.float() - best) / column([max(sampling.temperature, 1e-6) for sampling in samplings])
+    if limited:
+        lowest = column([sampling.min_p for sampling in samplings]).log()
+        size = logits.shape[-1]
+        if count := min(max(sampling.top_k for sampling in samplings), size):
+            last = [(min(sampling.top_k, size) or count) - 1 for sampling in samplings]
+            edge = scaled.topk(count, dim=-1).values.gather(-1, to_device(torch.tensor(last), logits.device)[:, None])
+            every = to_device(torch.tensor([sampling.top_k == 0 for sampling in samplings]), logits.device)[:, None]
+            lowest = torch.maximum(lowest, edge.masked_fill_(every, -torch.inf))
+        scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
+    kept, order = torch.softmax(scaled, dim=-1), None
     if nucleus:
         kept, order = kept.sort(dim=-1, descending=True)
         outside = kept.cumsum(-1) - kept >= column([sampling.top_p for sampling in samplings])
         outside[:, 0] = False
         kept.masked_fill_(outside, 0)
+    return kept, order
+
+
+def _draw(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int], *limits: bool) -> Tensor:
+    """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. `limits` are `distribution`'s, for all rows."""
+    kept, order = distribution(logits, samplings, *limits)
+    times = waiting_times(samplings, places, logits.shape[-1], logits.device)
+    if order is not None:
         times = times.gather(-1, order)
     winner = (kept / times).argmax(-1, keepdim=True)
     return (winner if order is None else order.gather(-1, winner))[:, 0]

@@ -26,6 +26,7 @@ from zinfer.generation import tuning
 from zinfer.generation.detokenizer import common
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import Drafter, Drafts, NgramDrafter
+from zinfer.generation.logit_edits import EditedRow, LogitEdits
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import Score, choose, scores
@@ -102,7 +103,7 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
     """Add its next token to a sequence, which may end with it; `finite` tells whether its logits are numbers."""
     if not finite:
         sequence.error = str(NotFiniteError())
-    elif token in tokenizer.ends and not sequence.ignore_eos:
+    elif (token in tokenizer.ends and not sequence.ignore_eos) or token in sequence.sampling.stop_token_ids:
         sequence.finish_reason, sequence.text = "stop", tokenizer.decode(sequence.output_ids, sequence.before)
     else:
         sequence.output_ids.append(token)
@@ -116,14 +117,20 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
 
 def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     """Return the text before the first of the sequence's stops; None if it contains none."""
-    if not sequence.stop:
+    if not sequence.stop or len(sequence.output_ids) < sequence.sampling.min_tokens:
         return None
+    if sequence.unstoppable is None:
+        first = sequence.output_ids[: sequence.sampling.min_tokens]
+        sequence.unstoppable = len(tokenizer.decode(first, sequence.before)) if first else 0
+        if len(first) == len(sequence.output_ids):
+            return None
+    floor = sequence.unstoppable
     text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
-    if not any(stop in text for stop in sequence.stop):
+    if not any(stop in text[max(0, floor + 1 - len(stop)) :] for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
-    places = [start for stop in sequence.stop if (start := text.find(stop)) >= 0]
-    return text[: min(places)] if places else None
+    starts = [text.find(stop, max(0, floor + 1 - len(stop))) for stop in sequence.stop]
+    return min((text[:start] for start in starts if start >= 0), key=len, default=None)
 
 
 class ContinuousScheduler:
@@ -192,6 +199,10 @@ class ContinuousScheduler:
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
         new = [Sequence.of(request) for request in requests]
+        for sequence in new:
+            if sequence.sampling.edits:
+                sampling, ends = sequence.sampling, self._tokenizer.ends
+                sequence.edits = LogitEdits(sampling, sequence.prompt_ids, sequence.output_ids, ends)
         self.sequences |= {sequence.key: sequence for sequence in new}
         self.schedule.add(new)
         return new
@@ -489,7 +500,7 @@ class ContinuousScheduler:
             if batch.length + count < batch.width:  # prompts that are not complete
                 continue
             logits = logits if batch.running else logits[:, -1:]
-            ids, numbers, token_scores = _choose(batch.rows, logits)
+            ids, numbers, token_scores = _choose(batch.rows, logits, drafts)
             tokens.append(ids)
             finite.append(numbers)
             chosen.append((batch.rows, logits.shape[1], token_scores))
@@ -555,7 +566,9 @@ def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int,
     return {key: drafts[key][:fewest] for key in keys} if fewest else {}
 
 
-def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
+def _choose(
+    sequences: Several[Sequence | None], logits: Tensor, drafts: Mapping[int, list[int]]
+) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
     """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts. Returns the tokens ``[B * n]``, whether
     their logits are numbers, and the scores that are asked for, by row and position."""
     count = logits.shape[1]
@@ -564,7 +577,13 @@ def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor
     made = [0 if sequence is None else len(sequence.output_ids) for sequence in sequences]
     places = [tokens + ahead for tokens in made for ahead in range(count)]
     flat = logits.reshape(-1, logits.shape[-1])
-    tokens, finite = choose(flat, samplings, places)
+    edited = {
+        row * count + ahead: EditedRow(sequence.edits, drafts.get(sequence.key, [])[:ahead])
+        for row, sequence in enumerate(sequences)
+        if sequence is not None and sequence.edits is not None
+        for ahead in range(count)
+    }
+    tokens, finite = choose(flat, samplings, places, edited)
     asked = [None if sequence is None else sequence.logprobs for sequence in each]
     scored = [(number, top_count) for number, top_count in enumerate(asked) if top_count is not None]
     if not scored:

@@ -9,6 +9,7 @@ from zinfer.generation.detokenizer import RunningText, before_a_stop, common
 from zinfer.generation.tokenizer import UNFINISHED
 
 if TYPE_CHECKING:
+    from zinfer.generation.logit_edits import LogitEdits
     from zinfer.generation.sampling import Score
     from zinfer.generation.tokenizer import Tokenizer
 
@@ -30,6 +31,8 @@ class Sequence(Request):
     running: RunningText = field(default_factory=RunningText, repr=False)
     sent: int = 0  # output tokens that updates have told
     shown: str = ""  # text that updates have told
+    edits: "LogitEdits | None" = None  # changes of its logits, if its sampling asks for any
+    unstoppable: int | None = None  # characters of its first `min_tokens`, in which no stop ends it
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":

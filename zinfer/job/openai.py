@@ -18,6 +18,7 @@ from zinfer.core.request import EchoedPrompt, Failure, Request, Sampling, TokenS
 
 MAX_STOPS, MAX_STOP = 16, 1000  # texts that end an answer, and characters of one
 MAX_MESSAGES = 10_000  # of a chat
+MAX_BIASED, MAX_ENDS = 1024, 128  # tokens with a bias, and those that end an answer
 MAX_TOP = 20  # alternatives with a log-probability
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
@@ -25,7 +26,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
 
-_USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "model"})
+_NUMBERS: dict[str, tuple[float, float]] = {  # of the sampling, with the least and the most
+    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+}  # fmt: skip
+_USED = frozenset({"max_tokens", "max_completion_tokens", "stop", "seed", "model", *_NUMBERS})
+_USED |= {"top_k", "logit_bias", "stop_token_ids", "min_tokens"}
 # Parameters that the server carries out, and a batch file does not.
 _SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos", "stream_options"})
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
@@ -38,12 +44,12 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                          "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"), _ANY),
         "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": _ANY, "echo": (False,), "logprobs": (False,),
-        "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"),
+        "top_logprobs": (0,), "tool_choice": ("none", "auto"),
         "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
         "verbosity": ("medium",), "web_search_options": (),
         # of vLLM
-        "ignore_eos": (False,), "repetition_penalty": (1,), "length_penalty": (1,), "top_k": (-1, 0), "min_p": (0,),
-        "min_tokens": (0,), "use_beam_search": (False,), "early_stopping": (False,), "skip_special_tokens": (True,),
+        "ignore_eos": (False,), "length_penalty": (1,), "use_beam_search": (False,),
+        "early_stopping": (False,), "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "priority": (0,),
         "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "return_prompt_text": (False,),
         "watermarking": (False,),
@@ -82,7 +88,7 @@ class ServerLimits(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Request of a body. Temperature 0 is greedy; `seed` and `output_len` are None where it has none.
+    """Request of a body. `seed`, which `sampling` lacks, and `output_len` are None where it has none.
 
     `logprobs` is the number of alternatives with a log-probability, None without log-probabilities.
     """
@@ -90,8 +96,7 @@ class Asked(NamedTuple):
     chat: bool
     prompts: tuple[Prompt, ...]
     output_len: int | None
-    temperature: float
-    top_p: float
+    sampling: Sampling
     stop: tuple[str, ...]
     seed: str | None
     model: str | None = None
@@ -109,7 +114,7 @@ class Asked(NamedTuple):
 
     def request(self, prompt_ids: Sequence[int], limit: int, seed: str | None = None, **fields: Any) -> Request:
         """Return the worker's request for one answer of at most `limit` tokens."""
-        sampling = Sampling(temperature=self.temperature, top_p=self.top_p, seed=seed or self.seed or "0")
+        sampling = self.sampling.model_copy(update={"seed": seed or self.seed or "0"})
         return Request(
             prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
             logprobs=self.logprobs, echo=self.echo, **fields,
@@ -125,12 +130,15 @@ def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = No
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
+    output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
+    sampling = read_sampling(given, None if served is None else served.vocab_size)
+    if output_len is not None and sampling.min_tokens > output_len:
+        raise Refused("invalid_value", f"min_tokens {sampling.min_tokens} exceeds {length}", "min_tokens")
     asked = Asked(
         chat=chat,
         prompts=prompts,
-        output_len=_whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None,
-        temperature=_number(given, "temperature", 1.0, 2.0),
-        top_p=_number(given, "top_p", 1.0, 1.0),
+        output_len=output_len,
+        sampling=sampling,
         stop=_stop(given.get("stop")),
         seed=str(_whole(given, "seed", None)) if "seed" in given else None,
     )
@@ -224,7 +232,7 @@ def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
     return bool(value)
 
 
-def _whole(body: dict[str, Any], key: str, low: int | None, high: int = MAX_COUNT) -> int:
+def _whole(body: Mapping[str, Any], key: str, low: int | None, high: int = MAX_COUNT) -> int:
     value = body[key]
     if not isinstance(value, int) or isinstance(value, bool) or (low is not None and not low <= value <= high):
         limits = f" from {low} to {high:,}" if low is not None else ""
@@ -232,10 +240,33 @@ def _whole(body: dict[str, Any], key: str, low: int | None, high: int = MAX_COUN
     return value
 
 
-def _number(body: dict[str, Any], key: str, default: float, high: float) -> float:
-    value = body.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= high:  # NaN is none of these
-        raise Refused("invalid_value", f"{key} must be a number from 0 to {high:g}", key)
+def read_sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
+    """Return the sampling of a body's fields, at temperature 1 by default. Raises Refused."""
+    fields: dict[str, Any] = {"temperature": 1.0}
+    fields |= {name: _number(name, given[name], *limits) for name, limits in _NUMBERS.items() if name in given}
+    fields |= {name: _whole(given, name, 0) for name in ("top_k", "min_tokens") if given.get(name, -1) != -1}
+    bias, ends = given.get("logit_bias") or {}, given.get("stop_token_ids") or []
+    known = isinstance(bias, dict) and all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias)
+    if not known or len({*map(int, bias)}) < len(bias) or len(bias) > MAX_BIASED:
+        why = f"logit_bias must be an object of at most {MAX_BIASED:,} token ids with a number each"
+        raise Refused("invalid_value", why, "logit_bias")
+    if not isinstance(ends, list) or len(ends) > MAX_ENDS or not all(type(token) is int for token in ends):
+        raise Refused("invalid_value", f"stop_token_ids must be a list of at most {MAX_ENDS} ids", "stop_token_ids")
+    fields["logit_bias"] = tuple((int(key), _number("logit_bias", value, -100, 100)) for key, value in bias.items())
+    sampling = Sampling(**fields, stop_token_ids=tuple(ends))
+    check_tokens(sampling, MAX_COUNT if vocab_size is None else vocab_size)
+    return sampling
+
+
+def check_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Raise Refused for a token of `sampling` that the model lacks."""
+    if (unknown := sampling.unknown_token(vocab_size)) is not None:
+        raise Refused("invalid_value", unknown, unknown.split()[0])
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:  # NaN is none
+        raise Refused("invalid_value", f"{name} must be a number from {low:g} to {high:g}", name)
     return float(value)
 
 

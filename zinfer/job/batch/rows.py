@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.openai import BatchLine, Fault
-from zinfer.job.openai import Refused, answer_limit
+from zinfer.job.openai import Refused, answer_limit, check_tokens
 
 
 def requests_of(
@@ -29,6 +29,7 @@ def requests_of(
         try:
             if isinstance(prompt, Refusal):
                 raise Refused(*prompt)
+            check_tokens(line.asked.sampling, vocab_size)
             limit = answer_limit(line.asked.output_len, len(prompt), positions, output_len)
         except Refused as refused:
             faults.append(_fault(line, refused.code, str(refused)))

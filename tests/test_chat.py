@@ -210,6 +210,23 @@ def test_an_engine_without_reuse_says_so_and_answers(
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in kept]
 
 
+def test_options_reach_the_template(folder: Path, checkpoint: Checkpoints) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (length or 0) }}"
+    (folder / "template.jinja").write_text(template)
+    words = ["run", "-m", str(checkpoint("llama")), "--chat", "--json", "--output-len", "2", "--ignore-eos"]
+    words += ["--chat-template", "template.jinja", "-p", "ab"]
+    counts = []
+    for more in ([], ["--chat-template-kwargs", '{"length": 50}'], ["--system-prompt", "Be brief."]):
+        result = zinfer(folder, *words, *more)
+        assert result.returncode == 0, result.stderr
+        counts.append(json.loads(result.stdout)["computed_tokens"])
+    assert counts[0] < counts[2]
+    assert counts[1] - counts[0] >= 10
+    for wrong, why in (("[1]", "write an object"), ("{", "is damaged"), ('{"len": 1}', "no setting 'len'")):
+        refused = zinfer(folder, *words, "--chat-template-kwargs", wrong)
+        assert (refused.returncode, why in refused.stderr) == (2, True), refused.stderr
+
+
 def test_a_pipe_is_a_conversation(
     folder: Path, engine: Engine, checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +279,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
     ("words", "message"),
     [
         (["--system", "x"], "--system"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is for a conversation"),
         (["--chat-template", "rag"], "--chat-template is for a conversation"),
         (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),

@@ -68,8 +68,8 @@ def test_defaults_and_empty_values_change_nothing(served: bool) -> None:
         ("return_token_ids", True), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
         ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("verbosity", "low"),
-        ("reasoning_effort", "low"), ("web_search_options", {}), ("cache_salt", "x"), ("echo", True),
-        ("chat_template", "x"), ("chat_template_kwargs", {"a": 1}), ("structured_outputs", {"json": {}}),
+        ("web_search_options", {}), ("cache_salt", "x"), ("echo", True),
+        ("chat_template", "x"), ("structured_outputs", {"json": {}}),
         ("priority", True), ("frobnicate", False),
     ],
 )  # fmt: skip
@@ -119,6 +119,24 @@ def test_wrong_sampling_is_refused_by_name(key: str, value: Any, why: str) -> No
         chat(**{key: value}, max_tokens=16)
     assert (refused.value.param, refused.value.status) == (key, 400)
     assert len(str(refused.value)) < 100
+
+
+def test_settings_of_the_chat_template_go_with_the_messages() -> None:
+    asked = chat(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert asked.prompts == (
+        {"messages": TALK, "template": {"reasoning_effort": "low", "enable_thinking": False}},
+    )  # fmt: skip
+    wrong: list[tuple[str, Any]] = [
+        ("reasoning_effort", "lots"),
+        ("reasoning_effort", 0),
+        ("chat_template_kwargs", [1]),
+    ]
+    for key, value in wrong:
+        with pytest.raises(Refused, match=f"^{key} must be") as refused:
+            chat(**{key: value})
+        assert refused.value.param == key
+        with pytest.raises(Refused, match=f"^{key}.* is not supported$"):
+            text(**{key: value})
 
 
 def test_special_tokens_are_those_of_the_endpoint() -> None:

@@ -53,6 +53,20 @@ def process(checkpoint: Checkpoints) -> Iterator[TokenizerProcess]:
         yield running
 
 
+def test_settings_reach_the_template_and_unknown_ones_are_refused(checkpoint: Checkpoints) -> None:
+    template = "{{ 'think: ' if effort == 'high' }}{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}"
+    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(template)) as process:
+        (thinking, plain, expected), quick = (
+            process.encode([{"messages": TALK, "template": {"effort": "high"}}, TALK, TALK]),
+            process.encode_quickly({"messages": TALK, "template": {"effort": "low"}}),
+        )
+        assert thinking == process.encode_alone("think: hi", special=False)
+        assert plain == expected == quick == process.encode_alone("hi", special=False)
+        for name in ("efforts", "tools", "tokenize", "messages"):
+            refused = process.encode_alone({"messages": TALK, "template": {name: True}})
+            assert refused == Refusal("invalid_prompt", f"the model's chat template has no setting {name!r}")
+
+
 def save(folder: Path, hf: Any) -> Path:
     hf.save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')

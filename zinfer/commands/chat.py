@@ -12,13 +12,14 @@ from typing import Any
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import SIZE, chat_template, option, option_group
+from zinfer.commands.options import SIZE, Parsed, chat_template, option, option_group
 from zinfer.core.model import ModelError
 from zinfer.core.request import Request, Sampling, nth_seed
 from zinfer.core.units import duration, figures
 from zinfer.generation.dialogue import Dialogue
 from zinfer.job.signals import Signals
 from zinfer.system import ending
+from zinfer.system.documents import parse_json
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import Client
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
@@ -28,10 +29,22 @@ WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
+def _settings(text: str) -> dict[str, Any]:
+    settings = parse_json(text.encode(), "it")
+    if not isinstance(settings, dict):
+        raise ValueError("write an object")
+    return settings
+
+
 chat_options = option_group(  # that only a conversation has
     option("--chat", bool, "Conversation: each prompt, else each line of stdin, is a turn."),
-    option("--system", str, "System message, before the first turn."),
+    option("--system-prompt --system system", str, "System message, before the first turn."),
     chat_template,
+    option(
+        "--chat-template-kwargs",
+        Parsed("json", _settings),
+        'Settings of the chat template, as {"enable_thinking": false}.',
+    ),
     option("--kv-cache-size", SIZE, "Most host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
 )
 

@@ -101,7 +101,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     spec, tokenizer = job.source.spec, job.tokenizer
     check_tokens(sampling, spec.vocab_size)
     ends = tokenizer.facts.differing_ends
-    dialogue = Dialogue(tokenizer, how["system"]) if chat else None
+    dialogue = Dialogue(tokenizer, how["system"], how["chat_template_kwargs"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
     longest = max(map(len, prompt_ids), default=1)
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
@@ -247,7 +247,7 @@ def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
 
 
 def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
-    of_a_chat = ("system", "chat_template", "kv_cache_size")
+    of_a_chat = ("system", "chat_template", "chat_template_kwargs", "kv_cache_size")
     typed = options.typed()
     if not chat and (given := [typed[name] for name in of_a_chat if name in typed]):
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")

@@ -3,18 +3,23 @@
 Each turn is tokenised whole, and `zinfer.generation.prefix_cache` reuses the tokens that it begins with.
 """
 
+from typing import Any
+
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer_process import Prompt, Refusal, TokenizerProcess
 
 
 class Dialogue:
-    """Turns of a user and answers, formatted by the chat template. Without one they are joined. Raises ModelError where
-    the model has several chat templates, and none was chosen."""
+    """Turns of a user and answers, formatted by the chat template. It gets `settings`; without one they are joined.
+    Raises ModelError where the model has several chat templates, and none was chosen."""
 
-    def __init__(self, tokenizer: TokenizerProcess, system: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: TokenizerProcess, system: str | None = None, settings: dict[str, Any] | None = None
+    ) -> None:
         self._tokenizer, self.template = tokenizer, tokenizer.facts.template
         if not self.template and tokenizer.template.names:
             raise ModelError(tokenizer.template.why_not)
+        self._settings = settings or {}
         self._messages = [{"role": "system", "content": system}] if system else []
         self._turn = {"role": "user", "content": ""}
 
@@ -23,7 +28,9 @@ class Dialogue:
         `answered`. Raises ModelError for a conversation that the template refuses, and for one without tokens."""
         self._turn = {"role": "user", "content": turn}
         messages = [*self._messages, self._turn]
-        prompt: Prompt = messages if self.template else "".join(message["content"] for message in messages)
+        prompt: Prompt = {"messages": messages, "template": self._settings}
+        if not self.template:
+            prompt = "".join(message["content"] for message in messages)
         ids = self._tokenizer.encode_alone(prompt)
         if isinstance(ids, Refusal):
             raise ModelError(ids.message)

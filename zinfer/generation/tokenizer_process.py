@@ -42,7 +42,8 @@ _SET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "
 _MAIN = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
 _MAIN += f"from {tokenizer_server.__name__} import main; main()"
 
-Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat
+# A text, the messages of a chat, or these with settings of the template: {"messages": .., "template": {..}}.
+Prompt = str | list[dict[str, Any]] | dict[str, Any]
 
 
 class Refusal(NamedTuple):
@@ -260,8 +261,10 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
 
 
 def characters(prompt: Prompt) -> int:
-    """Count the characters of a prompt, roles and tool calls included."""
+    """Count the characters of a prompt, roles and settings included."""
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, dict):
+        return characters(prompt["messages"]) + len(json.dumps(prompt["template"]))
     values = (value for message in prompt for value in message.values())
     return sum(len(value if isinstance(value, str) else json.dumps(value)) for value in values)

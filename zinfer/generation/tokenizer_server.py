@@ -11,8 +11,10 @@ connections. It needs no torch, and `transformers` is kept from importing it.
 """
 
 import gc
+import inspect
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -53,15 +55,20 @@ class Checkpoint(NamedTuple):
         ids = self._ids(text, special and not chat)
         return ids if len(ids) <= 2 * limit else len(ids)
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, prompt: list[dict[str, Any]] | dict[str, Any]) -> str:
         """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
+        messages, settings = (prompt["messages"], prompt["template"]) if isinstance(prompt, dict) else (prompt, {})
+        known = set(re.findall(r"\w+", self.template or "")) - {"messages"}
+        known -= inspect.signature(self.hf.apply_chat_template).parameters.keys()  # tools, tokenize, ..
+        if unknown := [name for name in settings if name not in known]:
+            raise ModelError(f"the model's chat template has no setting {unknown[0][:60]!r}")
         conversation = [
             {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages
         ]
         try:
             text = self.hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template
+                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template, **settings
             )
         except Exception as error:  # a template says no in whatever way its author chose
             raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None

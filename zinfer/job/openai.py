@@ -24,7 +24,8 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
+# A text, token ids, or the messages of a chat; these with settings of the chat template, if there are any.
+Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
 _NUMBERS: dict[str, tuple[float, float]] = {  # of the sampling, with the least and the most
     "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100),
@@ -34,6 +35,8 @@ _USED = frozenset({"max_tokens", "max_completion_tokens", "stop", "seed", "model
 _USED |= {"top_k", "logit_bias", "stop_token_ids", "min_tokens"}
 # Parameters that the server carries out, and a batch file does not.
 _SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos", "stream_options"})
+_TEMPLATE = frozenset({"chat_template_kwargs", "reasoning_effort"})  # parameters of chats
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
 
 _ANY = ("any value",)
@@ -124,12 +127,14 @@ class Asked(NamedTuple):
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
     """Return the request in a body, of a batch file unless `served`. Raises Refused."""
     subject = "messages" if chat else "prompt"
-    carried_out = {subject} | _USED | (_SERVED_OF[chat] if served else frozenset())
+    carried_out = (
+        {subject} | _USED | (_TEMPLATE if chat else frozenset()) | (_SERVED_OF[chat] if served else frozenset())
+    )
     given = _effective(body, carried_out, "the body", CHAT if chat else COMPLETIONS)
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
+    prompts = (_chat(given),) if chat else _prompts(given[subject], served)
     output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
     sampling = read_sampling(given, None if served is None else served.vocab_size)
     if output_len is not None and sampling.min_tokens > output_len:
@@ -310,6 +315,18 @@ def _stop(stop: Any) -> tuple[str, ...]:
     if len(texts) > MAX_STOPS or max(map(len, texts), default=0) > MAX_STOP:
         raise Refused("invalid_value", f"stop has at most {MAX_STOPS} texts of {MAX_STOP:,} characters", "stop")
     return tuple(_unicode(text, "stop") for text in texts)
+
+
+def _chat(given: Mapping[str, Any]) -> Prompt:
+    """Return the messages of a body, and settings of the template. Raises Refused."""
+    messages, settings = _messages(given["messages"]), given.get("chat_template_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise Refused("invalid_type", "chat_template_kwargs must be an object", "chat_template_kwargs")
+    if (effort := given.get("reasoning_effort")) is not None:
+        if effort not in _EFFORTS:
+            raise Refused("invalid_value", f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
+        settings = {"reasoning_effort": effort} | settings
+    return {"messages": messages, "template": settings} if settings else messages
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from zinfer.core.case import MAX_COUNT
 from zinfer.core.request import GREEDY, Sampling
 from zinfer.core.requests import DEFAULT_REQUESTS, MAX_REQUESTS, LengthDistribution, RequestLoad
 from zinfer.core.value import Frozen
+from zinfer.generation.tokenizer_process import characters
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
 from zinfer.system import documents
@@ -120,6 +121,5 @@ def _asked(path: Path, request: Any) -> AskedRequest:
         raise RequestsError(f"{path}: request{name}: {request.message}")
     if request.asked.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
-    text = request.prompt if isinstance(request.prompt, str) else "".join(map(str, request.prompt))
     asked = request.asked.request((), request.asked.output_len)
-    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), asked.left, asked.sampling)
+    return AskedRequest(request.prompt, max(1, characters(request.prompt) // TEXT_TOKEN), asked.left, asked.sampling)

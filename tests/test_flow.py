@@ -22,6 +22,7 @@ MODULES = {
 FLOORS = (
     {"zinfer.__main__"},
     {"zinfer.cli"},
+    {"zinfer.api"},
     {"zinfer.commands"},
     {"zinfer.job"},
     {"zinfer.worker"},

@@ -52,7 +52,7 @@ def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None =
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", fake_machine)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        return _measure(plan, output, None, False, {"yes": True, "resume": True, "force": True}, shard)
+        return _measure(plan, output, False, {"yes": True, "resume": True, "force": True, "nvme_path": None}, shard)
 
 
 def summary(records: Records) -> list[Any]:

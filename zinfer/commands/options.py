@@ -1,6 +1,6 @@
 """Options that several verbs share, and the loads that they stand for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -165,17 +165,23 @@ def shorthand(name: str) -> Callable[[Command], Command]:
     return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=field.description)
 
 
+def merged(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters with their shorthands among the `settings`. Raises UsageError for one that is there twice."""
+    settings = given["settings"]
+    short = {key: given[key] for key in SHORTHANDS if given[key] is not None}
+    for key in sorted(short.keys() & settings.keys()):
+        raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
+    return {key: value for key, value in given.items() if key not in SHORTHANDS} | {"settings": settings | short}
+
+
 def _shorthands(function: Command) -> Command:
     @wraps(function)
-    def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
-        short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
-        for key in sorted(short.keys() & settings.keys()):
-            raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
-        return function(*args, settings=settings | short, **given)
+    def called(*args: Any, **given: Any) -> Any:
+        return function(*args, **merged(given))
 
     for key in reversed(SHORTHANDS):
-        merged = shorthand(key)(merged)
-    return cast("Command", merged)
+        called = shorthand(key)(called)
+    return cast("Command", called)
 
 
 def option_group(*parts: Callable[[Any], Any]) -> Callable[[Command], Command]:

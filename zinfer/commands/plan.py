@@ -118,27 +118,14 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     zinfer plan --model opt-30b --machine h100-80gb,l40s --prompts 100k --sla 'ttft<=30s'
     zinfer plan --list models
     """
-    how = {name: given.pop(name) for name in ASKED}
-    acceptance, prompts = how["acceptance"], how["prompts"]
     if listed is not None:
-        if how["as_json"]:
+        if given["as_json"]:
             raise click.UsageError("--json is of plans: leave it out with --list")
         return (catalogue.models if listed == "models" else catalogue.machines)(recipe)
-    sweep = _sweep(recipe, given)
-    machines, efficiencies = _machines(sweep, how["settings"], how["host_memory"]), _efficiencies(calibrate)
-    prices = _by_machine("--price", how["stated"], machines)
-    count = None if prompts is None else parse_count(prompts)
-    if how["deadline"] is not None and count is None:
-        raise click.UsageError("--deadline is that of --prompts: say how many")
-    deadline = None if how["deadline"] is None else parse_seconds(how["deadline"])
-    question = ranking.Question(machines, prices, count, how["levels"], how["objective"], deadline)
-    if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
-        raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
-    records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
-    groups = list(_groups(sweep, machines, efficiencies, records, question))
-    plans = [plan for group in groups for plan in group.plans]
+    groups, records, question, efficiencies = planned(recipe, calibrate, given)
+    machines, plans = question.machines, [plan for group in groups for plan in group.plans]
     several = len(machines) > 1
-    if how["as_json"]:
+    if given["as_json"]:
         click.echo(json.dumps([_row(plan, records, question) for plan in plans], indent=1))
     else:
         for group in groups if not several else ():
@@ -169,6 +156,27 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     answers = [group.answer for group in groups if group.answer is not None]
     if answers and all(answer.point is None for answer in answers):
         raise SystemExit(NOTHING)
+
+
+def planned(
+    recipe: str | None, calibrate: Path | None, given: dict[str, Any]
+) -> tuple[list[Group], "_Records", ranking.Question, Mapping[str, Efficiency]]:
+    """Return groups of plans, and what they were made with. Raises ZinferError."""
+    how = {name: given[name] for name in ASKED}
+    acceptance, prompts = how["acceptance"], how["prompts"]
+    sweep = _sweep(recipe, {name: value for name, value in given.items() if name not in ASKED})
+    machines, efficiencies = _machines(sweep, how["settings"], how["host_memory"]), _efficiencies(calibrate)
+    prices = _by_machine("--price", how["stated"], machines)
+    count = None if prompts is None else parse_count(prompts)
+    if how["deadline"] is not None and count is None:
+        raise click.UsageError("--deadline is that of --prompts: say how many")
+    deadline = None if how["deadline"] is None else parse_seconds(how["deadline"])
+    question = ranking.Question(machines, prices, count, how["levels"], how["objective"], deadline)
+    if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
+        raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
+    records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
+    groups = list(_groups(sweep, machines, efficiencies, records, question))
+    return groups, records, question, efficiencies
 
 
 def _machines(sweep: Sweep, settings: tuple[str, ...], host_memory: PerMachineValues) -> list[Machine]:

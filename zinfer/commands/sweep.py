@@ -124,14 +124,39 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     zinfer sweep mixtral -o out.jsonl --merge             when all shards have ended
     """
     how = {name: given.pop(name) for name in HOW}
-    nvme_path, cluster, merge, settings = how["nvme_path"], how["cluster"], how["merge"], how["settings"]
+    nvme_path, cluster, merge = how["nvme_path"], how["cluster"], how["merge"]
+    plan = asked(recipe, given, how, shared=shard is not None or cluster is not None)
+    if how["slurm_args"] and cluster is None:
+        raise click.UsageError("--slurm-arg is for --cluster slurm")
+    if how["as_json"] and not how["dry_run"]:
+        raise click.UsageError("--json is for --dry-run; `zinfer export --format json` writes the points of a file")
+    if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
+        raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
+    if how["dry_run"]:
+        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), how["as_json"])
+        return
+    shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
+    output = output or (local.RESULTS if shared else local.results_folder()) / f"{name_of(recipe, plan)}.jsonl"
+    if merge:
+        outcome = parts.merge(plan, output, force=how["force"])
+    elif cluster is not None and shard is None:  # a job of the cluster has both
+        outcome = _on_cluster(plan, output, how)
+    else:
+        outcome = _measure(plan, output, bool(debug), how, shard)
+    click.echo(output if shard is None else shard.path(parts.parts_path(output)))
+    raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
+
+
+def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared: bool = False) -> Sweep:
+    """Return the sweep of parameters; `shared`: by several jobs. Raises UsageError, ZinferError."""
+    settings = how["settings"]
     fields = {} if recipe is None else read_toml(sweep_recipe(recipe))
     fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:
         fields = with_options(fields, settings, str(recipe))
     if recipe is None and not settings and not CHOICES & fields.keys():
         fields |= DECIDING
-    if shard is not None or cluster is not None:
+    if shared:
         fields.setdefault("minutes", 0)
     if "model" not in fields:
         raise click.UsageError(
@@ -144,31 +169,13 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
         raise sla.SlaError("--sla: requests have no decode_tok_s: write user_tok_s or output_tok_s")
     if plan.batch_size != () and any(dict(load.options).get("draft", "none") != "none" for load in plan.loads()):
         raise OptionError("draft: equal batches of random tokens say nothing about drafts; measure requests alone")
-    options.check_nvme(plan.offload, nvme_path)
+    options.check_nvme(plan.offload, how["nvme_path"])
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
-    if how["slurm_args"] and cluster is None:
-        raise click.UsageError("--slurm-arg is for --cluster slurm")
-    if how["as_json"] and not how["dry_run"]:
-        raise click.UsageError("--json is for --dry-run; `zinfer export --format json` writes the points of a file")
-    if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
-        raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if not any(options.locate(load) for load in plan.loads()):
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
-    if how["dry_run"]:
-        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), how["as_json"])
-        return
-    shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
-    output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
-    if merge:
-        outcome = parts.merge(plan, output, force=how["force"])
-    elif cluster is not None and shard is None:  # a job of the cluster has both
-        outcome = _on_cluster(plan, output, how)
-    else:
-        outcome = _measure(plan, output, nvme_path, bool(debug), how, shard)
-    click.echo(output if shard is None else shard.path(parts.parts_path(output)))
-    raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
+    return plan
 
 
 def _prepared(plan: Sweep, machine: Machine, nvme_path: str | None, shard: Shard | None = None) -> list[sweep.LoadJob]:
@@ -178,11 +185,11 @@ def _prepared(plan: Sweep, machine: Machine, nvme_path: str | None, shard: Shard
     return sweep.prepare(plan, machine, source, options.locate, nvme_path, requests=sets, loads=loads)
 
 
-def _measure(
-    plan: Sweep, output: Path, nvme_path: str | None, debug: bool, how: dict[str, Any], shard: Shard | None
-) -> sweep.Outcome:
-    """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
-    resume = how["resume"]
+def begin(
+    plan: Sweep, output: Path, how: dict[str, Any], shard: Shard | None = None
+) -> tuple[Path, list[sweep.LoadJob], Header, list[sweep.Point]]:
+    """Return file, loads, header and recorded points. Raises Failure."""
+    resume, nvme_path = how["resume"], how["nvme_path"]
     machine = options.this_machine(nvme_path)
     jobs = _prepared(plan, machine, nvme_path, shard)
     if shard is None and not any(job.plan.fits for job in jobs):
@@ -192,7 +199,12 @@ def _measure(
     done = _recorded(path, resume)
     _check_settings(path, done, header, how["force"])
     merged = read(output) if resume and shard is not None and output.exists() else Records()
-    recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
+    return path, jobs, header, [*merged.points, *done.points, *merged.requests, *done.requests]
+
+
+def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard: Shard | None) -> sweep.Outcome:
+    """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
+    path, jobs, header, recorded = begin(plan, output, how, shard)
     expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     with Store.open(path) as store, Watch() as watch:
@@ -288,7 +300,7 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
     return outcome
 
 
-def _name(recipe: str | None, plan: Sweep) -> str:
+def name_of(recipe: str | None, plan: Sweep) -> str:
     if recipe is not None:
         return Path(recipe).stem
     models = "-".join(Path(model).name for model in plan.model)

@@ -167,14 +167,15 @@ def run(
     """
     runner = _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events())
     with Signals() as handled:
-        for index, (_, job) in enumerate(runner.turns):
-            worker = partial(
-                make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=runner.events.progress,
-                on_loaded=runner.events.loaded, revision=job.revision,
-            )  # fmt: skip
-            with Driver(worker, runner.events.loading, handled) as driver:
-                runner.run(index, driver)
-    return Outcome(runner.points, tuple(dict.fromkeys(runner.left)))
+        points = [*runner.measure(make_worker, handled)]
+    return Outcome(points, tuple(dict.fromkeys(runner.left)))
+
+
+def measure(
+    sweep: Sweep, jobs: Iterable[LoadJob], store: Store, done: Iterable[Point] = (), events: Events | None = None
+) -> Iterator[Point]:
+    """Yield the points that `run` returns as they are measured. Signals act as the caller has them."""
+    yield from _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events()).measure(Worker)
 
 
 def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
@@ -234,14 +235,23 @@ class _Runner:
     store: Store
     recorded: FinalRecords
     events: Events
-    points: list[Point] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.forecast = _forecast(self.sweep, self.turns, self.recorded)
         self.end = monotonic() + 60 * self.sweep.minutes if self.sweep.minutes else inf
 
-    def run(self, index: int, driver: Driver) -> None:
+    def measure(self, make_worker: Callable[..., Client], signals: Signals | None = None) -> Iterator[Point]:
+        """Yield the points of all loads, each once it is on disk."""
+        for index, (_, job) in enumerate(self.turns):
+            worker = partial(
+                make_worker, job.target, timeout_s=self.sweep.timeout_s, on_progress=self.events.progress,
+                on_loaded=self.events.loaded, revision=job.revision,
+            )  # fmt: skip
+            with Driver(worker, self.events.loading, signals) as driver:
+                yield from self._load(index, driver)
+
+    def _load(self, index: int, driver: Driver) -> Iterator[Point]:
         """Measure the cases of load number `index`, then its requests.
 
         Points end before its share of the time, but for the first one, which only has to begin before the end.
@@ -263,14 +273,17 @@ class _Runner:
                     self.left.append(f"{case.label()}{lengths} from batch {attempt.batch_size}")
                     break
                 point = self._case_point(key, attempt.timed)
+                yield point
                 answer = Answer(point.status, point.output_tok_s)
                 if self._hopeless(point):
                     return
         for requests, request_set in self.job.requests:
             if self._late(requests):
                 self.left.append(f"{requests.case.label()} {requests.requests.describe()}")
-            elif self._hopeless(self._request_point(requests, request_set)):
-                return
+            else:
+                yield (point := self._request_point(requests, request_set))
+                if self._hopeless(point):
+                    return
 
     def _tell_outlook(self) -> None:
         now = self.forecast.outlook()
@@ -307,7 +320,6 @@ class _Runner:
         self.measured += not resumed
         self.forecast.finish(self.index, key, monotonic() - began, resumed)
         self._tell_outlook()
-        self.points.append(point)
         tell: Any = self.events.point if isinstance(key, Case) else self.events.requests
         tell(point, resumed)
         return point

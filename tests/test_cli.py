@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from tests import mentions, wait
 from tests.command import interrupted, small_files, started, zinfer, zinfer_process
-from zinfer.cli import REMOVED_OPTIONS, main
+from zinfer.cli import FOREIGN_OPTIONS, REMOVED_OPTIONS, VERBS, main
 from zinfer.commands.sweep import _announce
 from zinfer.job.forecast import Outlook
 from zinfer.job.recipe import Sweep
@@ -147,6 +148,50 @@ def test_options_of_the_last_release_run_or_say_what_to_do_instead(folder: Path)
         assert (gone.returncode, gone.stdout) == (2, "")
         assert f"Error: --{option} is no option any more: {REMOVED_OPTIONS[f'--{option}']}\n" in gone.stderr
     assert "No such option" in zinfer(folder, "plan", "--nonsense").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["run", "--max-new-tokens", "5"], ": here it is --max-tokens"),
+        (["serve", "--tensor-parallel-size=2"], ": here it is --gpus"),
+        (["batch", "--max-num-seqs", "5"], ": here it is --batch-size"),
+        (["sweep", "--max-concurrency", "5"], ": here it is --concurrency"),
+        (["serve", "--served-model-nam", "x"], ". Did you mean '--served-model-name'?"),
+    ],
+)  # fmt: skip
+def test_options_of_other_programs_are_told_as_ours(words: list[str], ours: str, folder: Path) -> None:
+    result = zinfer(folder, *words)
+    assert result.returncode == 2
+    assert f"No such option '{words[1].split('=')[0]}'{ours}" in result.stderr
+
+
+def test_every_near_option_is_one_of_a_verb(folder: Path) -> None:
+    verbs = [import_module(f"zinfer.commands.{verb}").command for verb in VERBS]
+    ours = {word for verb in verbs for param in verb.params for word in param.opts}
+    assert {*FOREIGN_OPTIONS.values()} <= ours
+    assert not ours & FOREIGN_OPTIONS.keys()
+
+
+def test_a_model_may_stand_without_its_option(folder: Path, checkpoint: Callable[..., Path]) -> None:
+    model = str(checkpoint("llama"))
+    more = ["--offload", "cpu", "--prompt", "ab", "--ignore-eos", "--json"]
+    long, short = (
+        zinfer(folder, "run", *words, *more)
+        for words in (["--model", model, "--output-len", "3"], [model, "--max-tokens", "3"])
+    )
+    answers = [json.loads(run.stdout)[0]["output_ids"] for run in (long, short)]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 3
+    for words in ([], [model, "-m", model]):
+        refused = zinfer(folder, "run", *words, *more)
+        assert (refused.returncode, "name one model" in refused.stderr) == (2, True)
+    lengths = ["--offload", "cpu", "--request-lengths", "fixed:9,9", "--concurrency", "2,4", "--dry-run"]
+    planned = zinfer(folder, "sweep", model, *lengths)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout == zinfer(folder, "sweep", "-m", model, *lengths).stdout
+    assert "2 in flight" in planned.stdout
+    assert "4 in flight" in planned.stdout
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:

@@ -45,6 +45,19 @@ def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
     assert same["content-length"] == headers["content-length"] == str(len(json.dumps(answer)))
 
 
+def test_a_model_answers_to_each_of_its_names() -> None:
+    with serving(PLAN, ServedRows, aliases=("short", "owner/long")) as named:
+        _, models, _ = named.ask("/v1/models", None)
+        assert [model["id"] for model in models["data"]] == [NAME, "short", "owner/long"]
+        assert named.ask("/v1/models/owner/long", None)[1]["id"] == "owner/long"
+        for name in (NAME, "short", "owner/long"):
+            status, answer, _ = named.ask(TEXTS, ASKED | {"model": name})
+            assert (status, answer["model"]) == (200, NAME)
+        status, answer, _ = named.ask(TEXTS, ASKED | {"model": "long"})
+        assert (status, answer["error"]["param"]) == (404, "model")
+        assert "there is 'tiny', 'short', 'owner/long'" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [("POST", "/health", "GET, HEAD"), ("PUT", "/v1/models", "GET, HEAD"), ("GET", TEXTS, "POST"),

@@ -20,6 +20,7 @@ import pytest
 
 from tests import PATIENCE_S, environment, mentions, wait
 from tests.command import zinfer
+from zinfer.job.openai import served_name
 from zinfer.job.serve.server import listen
 
 Checkpoints = Callable[..., Path]
@@ -42,6 +43,7 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
         port = free.getsockname()[1]
     answers: list[tuple[int, Any]] = []
     health: list[tuple[int, Any]] = []
+    names, named = list[Any](), list[int]()
 
     def client() -> None:
         def ready() -> bool:
@@ -55,12 +57,15 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
             health.append(ask(port, "/health"))
             answers.append(ask(port, "/v1/completions", BODY))
             answers.append(ask(port, "/v1/completions", BODY, authorization="Bearer secret"))
+            names.append(ask(port, "/v1/models", authorization="Bearer secret")[1])
+            for name in (checkpoint("llama").name, str(checkpoint("llama")), "other"):
+                named.append(ask(port, "/v1/completions", BODY | {"model": name}, authorization="Bearer secret")[0])
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=client)
     thread.start()
-    words = ["serve", "-m", str(checkpoint("llama")), "--offload", "nvme", "--port", str(port), "--batch-size", "2"]
+    words = ["serve", str(checkpoint("llama")), "--offload", "nvme", "--port", str(port), "--batch-size", "2"]
     words += ["--nvme-path", "drive", "-O", "host_weights=40%"]
     words += ["--kv-cache-size", "1MiB"]
     result = zinfer(folder, *words, ZINFER_API_KEY="secret")
@@ -69,7 +74,7 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     assert all(timer.finished.is_set() for timer in timers), "one would end this process"
     assert result.returncode == 143, result.stderr
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
-    assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
+    assert mentions(result.stderr, "serving", checkpoint("llama").name, "/v1")
     assert mentions(result.stderr, "has ended")
     ((status, body),) = health
     assert (status, body["status"], body["prefix_reuse"]) == (200, "ok", "on")
@@ -86,7 +91,21 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     same = json.loads((folder / "out.jsonl").read_text())["response"]["body"]
     assert answer["choices"] == same["choices"]
     assert answer["usage"] == same["usage"] | {"prompt_tokens_details": {"cached_tokens": 0}}
-    assert answer["model"] == same["model"]
+    assert answer["model"] == same["model"] == checkpoint("llama").name
+    assert [model["id"] for model in names[0]["data"]] == [answer["model"], str(checkpoint("llama"))]
+    assert named == [200, 200, 404]
+
+
+def test_a_name_is_the_last_part_of_a_folder_or_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my@model").mkdir()
+    monkeypatch.chdir(tmp_path / "my@model")
+    names = {
+        ".": "my@model",
+        "bigscience/bloom-560m@main": "bloom-560m",
+        "bloom-176b": "bloom-176b",
+        "../my@model/": "",
+    }
+    assert [served_name(model) for model in names] == [name or "my@model" for name in names.values()]
 
 
 def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,19 @@ REMOVED_OPTIONS = {
     "--revision": "write --model owner/name@REVISION",
     "--weight-bits": "write --weights int4, int8 or as-released",
 }
+# Options of other programs, and ours that do the same.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("--max-new-tokens", "--n-predict", "--num-predict", "--max-output-tokens"), "--max-tokens"),
+    **dict.fromkeys(("--max-num-seqs", "--parallel", "--max-running-requests"), "--batch-size"),
+    **dict.fromkeys(("--max-concurrency", "--num-concurrent"), "--concurrency"),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "--gpus"),
+    **dict.fromkeys(("--model-path", "--model-name", "--pretrained", "--checkpoint"), "--model"),
+    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "--cpu-offload-gb"), "--gpu-weights"),
+    **dict.fromkeys(("--cache-type-k", "--kv-cache-type"), "--kv-cache-dtype"),
+    **dict.fromkeys(("--speculative-model", "--draft-model", "--model-draft"), "--draft"),
+    **dict.fromkeys(("--quantization", "--load-in-4bit", "--load-in-8bit"), "--weights"),
+    "--alias": "--served-model-name", "--num-prompts": "--num-requests", "--repeat-penalty": "--repetition-penalty",
+}  # fmt: skip
 # verbs that make files; at their start goes what a killed one of them left behind
 MAKERS = frozenset(VERBS) - {"doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
@@ -108,7 +121,11 @@ class _Verbs(click.Group):
             try:
                 return super().invoke(ctx)
             except click.NoSuchOption as error:
-                if (instead := REMOVED_OPTIONS.get(error.option_name)) is None:
+                name = error.option_name
+                if (instead := REMOVED_OPTIONS.get(name)) is None:
+                    known = {word for param in error.ctx.command.params for word in param.opts} if error.ctx else set()
+                    if (near := FOREIGN_OPTIONS.get(name)) in known:
+                        raise click.UsageError(f"No such option {name!r}: here it is {near}", error.ctx) from None
                     raise
                 raise click.UsageError(f"{error.option_name} is no option any more: {instead}", error.ctx) from None
 

@@ -212,6 +212,21 @@ def record(kind: str) -> Callable[[Command], Command]:
 
 
 model = option("-m --model", str, MODEL_HELP, required=True)
+
+
+def any_model(function: Command) -> Command:
+    """Add the model, as an argument or as ``--model``."""
+
+    @wraps(function)
+    def called(*args: Any, model: str | None, named: str | None, **given: Any) -> Any:
+        if (model is None) == (named is None):
+            raise click.UsageError("name one model: MODEL, or --model MODEL")
+        return function(*args, model=model or named, **given)
+
+    option_of_it = option("-m --model", str, MODEL_HELP)
+    return cast("Command", click.argument("named", metavar="[MODEL]", required=False)(option_of_it(called)))
+
+
 engine = option("--engine", str, ENGINE_HELP, default="stream")
 offload_if_needed = option(
     "--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: none if they fit]"
@@ -275,8 +290,13 @@ price = option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the hos
 job_options = option_group(  # of a command that answers requests
     engine,
     option("--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: the faster]"),
-    option("--batch-size", COUNT, "Most rows that run at a time.  [default: all that fit]"),
-    option("--output-len", COUNT, "Most tokens of an answer, for requests without max_tokens.", default=256),
+    option("--concurrency --batch-size batch_size", COUNT, "Most rows that run at a time.  [default: all that fit]"),
+    option(
+        "--max-tokens --output-len output_len",
+        COUNT,
+        "Most tokens of an answer, for requests without max_tokens.",
+        default=256,
+    ),
     weights,
     load_options,
     chat_template,

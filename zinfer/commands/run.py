@@ -60,12 +60,14 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
 
 
 @click.command("run", cls=options.LoadCommand)
-@options.model
+@options.any_model
 @options.engine
 @options.offload_if_needed
 @option("-p --prompt prompts", str, "A prompt. Repeatable; without one each line of stdin is a prompt.", multiple=True)
 @option("--prompt-file", click.Path(), "File with a prompt in each line; - is stdin.")
-@option("--output-len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]")
+@option(
+    "--max-tokens --output-len output_len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]"
+)
 @option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
 @option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
 @option("--top-p", options.SHARE, "Sample among the likeliest tokens of this share.", default=1.0)
@@ -85,7 +87,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     stays in host memory, so that a turn computes little more than its new tokens. Ctrl-C ends an answer.
 
     \b
-    zinfer run --model ./my-checkpoint --prompt "Once upon a time"
+    zinfer run ./my-checkpoint --prompt "Once upon a time"
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat
     """

@@ -12,6 +12,7 @@ from zinfer.commands.options import option
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.job.batch.packing import typical_plan
+from zinfer.job.openai import served_name
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
@@ -19,7 +20,14 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 
 @click.command("serve", cls=options.LoadCommand)
-@options.model
+@options.any_model
+@option(
+    "--served-model-name served_names",
+    str,
+    "Name of the model in requests; answers have the first. Repeatable.  [default: the last part of MODEL]",
+    multiple=True,
+    metavar="NAME",
+)
 @option("--host", str, "Address to listen at; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
 @option("--port", click.IntRange(0, 65535), "Port; 0 is any that is free.", default=8000)
 @option("--api-key", str, "Key that requests must send, but for /health.", metavar="KEY", envvar=KEY, show_envvar=True)
@@ -38,8 +46,8 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     streaming included.
 
     \b
-    zinfer serve --model ./my-checkpoint
-    zinfer serve --model bigscience/bloom-560m --offload cpu --port 9000
+    zinfer serve ./my-checkpoint
+    zinfer serve bigscience/bloom-560m --offload cpu --port 9000
     curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "Once upon a time", "max_tokens": 64}'
 
     The server listens at once and answers with status 503 until the model is loaded. As in OpenAI's API, a request
@@ -61,7 +69,8 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
-    settings = Settings(how["model"], api_key, *(how[name] for name in names))
+    first, *more = how["served_names"] or dict.fromkeys((served_name(how["model"]), how["model"]))
+    settings = Settings(first, api_key, *(how[name] for name in names))._replace(aliases=tuple(more))
     try:
         bound = listen(host, port)
     except OSError as error:

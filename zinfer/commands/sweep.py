@@ -77,7 +77,11 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
     metavar="DISTRIBUTION",
 )
 @option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
-@option("--in-flight", IN_FLIGHT, "Closed loop: requests at a time; auto: all that fit.  [default: auto]")
+@option(
+    "--concurrency --in-flight in_flight",
+    IN_FLIGHT,
+    "Closed loop: requests at a time; auto: all that fit.  [default: auto]",
+)
 @option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
@@ -114,10 +118,10 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     --request-lengths it measures loads of requests instead; with --batch-size, both.
 
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
-    own. Comma lists are axes.
+    own. A checkpoint folder in its place is the --model. Comma lists are axes.
 
     \b
-    zinfer sweep --model ./my-checkpoint
+    zinfer sweep ./my-checkpoint
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep mixtral -o out.jsonl --shard 2/4         on each of four machines
@@ -150,6 +154,8 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
 def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared: bool = False) -> Sweep:
     """Return the sweep of parameters; `shared`: by several jobs. Raises UsageError, ZinferError."""
     settings = how["settings"]
+    if recipe is not None and Path(recipe).is_dir() and not given.get("model"):
+        recipe, given = None, given | {"model": (recipe,)}
     fields = {} if recipe is None else read_toml(sweep_recipe(recipe))
     fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.core.case import MAX_COUNT
@@ -186,6 +187,12 @@ def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
             raise Refused("invalid_value", "top_logprobs goes with logprobs only", "top_logprobs")
         return None
     return count
+
+
+def served_name(model: str) -> str:
+    """Return the name of a model in answers: the last part of its folder or hub id."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else path.name.partition("@")[0]
 
 
 def answer_limit(asked: int | None, length: int, positions: int | None, output_len: int) -> int:

@@ -16,6 +16,7 @@ from zinfer.generation.schedule import largest_load
 from zinfer.job.batch import openai
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.driver import Driver, Window
+from zinfer.job.openai import served_name
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import LoadFailed, WorkerError
@@ -183,7 +184,7 @@ class BatchJob:
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
-        model, created = self.plan.case.model, self.ledger.created
+        model, created = served_name(self.plan.case.model), self.ledger.created
         return openai.answer(line, update.text, str(update.finish_reason), tokens, model, created)
 
     def _end(self, request: Request, failed: bool) -> None:

@@ -305,11 +305,11 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
 def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
     """Return the ASGI application; `log` gets a line about each request."""
     settings = desk.dispatcher.settings
-    model = settings.model
+    model, names = settings.model, (settings.model, *settings.aliases)
     metrics = desk.dispatcher.metrics
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     began = int(time.time())
-    about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
+    about = {name: {"id": name, "object": "model", "created": began, "owned_by": "zinfer"} for name in names}
 
     @app.exception_handler(Refused)
     async def refused(_request: Request, error: Refused) -> Response:
@@ -327,13 +327,13 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
-        return _json({"object": "list", "data": [about]})
+        return _json({"object": "list", "data": [*about.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        if name != model:
-            raise _no_model(name, model)
-        return _json(about)
+        if name not in about:
+            raise _no_model(name, names)
+        return _json(about[name])
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
@@ -351,8 +351,8 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
         body = await _body(request, settings.max_bytes, desk)
         try:
             asked = await desk.parse(body, chat)
-            if asked.model is not None and asked.model != model:
-                raise _no_model(asked.model, model)
+            if asked.model is not None and asked.model not in about:
+                raise _no_model(asked.model, names)
             client = request.client.host if request.client else ""
             exchange = request.scope[EXCHANGE] = Exchange(asked, model, len(body), client)
             desk.open(exchange)
@@ -381,8 +381,9 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
     return Gate(app, settings.key, metrics, log)
 
 
-def _no_model(name: str, model: str) -> Refused:
-    return Refused("model_not_found", f"there is no model {name[:60]!r} here; there is {model!r}", "model", 404)
+def _no_model(name: str, names: Iterable[str]) -> Refused:
+    there = ", ".join(map(repr, names))
+    return Refused("model_not_found", f"there is no model {name[:60]!r} here; there is {there}", "model", 404)
 
 
 def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:

@@ -38,7 +38,7 @@ State = Literal["loading", "ready", "draining", "ended"]
 
 
 class Settings(NamedTuple):
-    """Settings of a server: the model's name, its key, and its limits.
+    """Settings of a server: the model's name in answers and other names of it, its key, and its limits.
 
     `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
     have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory.
@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     output_len: int = 256
     drain_s: float = 30.0
     cache_size: int = 0
+    aliases: tuple[str, ...] = ()
 
 
 def queue_full() -> Refused:

@@ -67,8 +67,13 @@ def test_texts_are_those_of_transformers(llm: zinfer.LLM, checkpoint: Checkpoint
     for delta in llm.stream(PROMPTS, greedy):
         pieces[delta.prompt] = pieces.get(delta.prompt, "") + delta.text
     assert [pieces[number] for number in range(3)] == [output.outputs[0].text for output in every[:3]]
-    assert next(llm.stream("ab", greedy)).prompt == 0
+    left = llm.stream("ab", zinfer.SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    assert next(left).prompt == 0
     assert llm.generate(PROMPTS[0], greedy)[0] == one, "an iterator that was left behind changes nothing"
+    with pytest.raises(ZinferError, match="another call has ended this one"):
+        next(left)
+    assert not llm.generate([])
+    assert not [*llm.stream([])]
 
 
 def test_parameters_are_those_of_a_request(llm: zinfer.LLM) -> None:

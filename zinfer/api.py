@@ -7,7 +7,7 @@ RuntimeError.
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import click
 
 from zinfer.analysis.requests import goodput
-from zinfer.commands import limits, options
+from zinfer.commands import limits
+from zinfer.commands import options as flags
 from zinfer.commands import plan as plan_verb
 from zinfer.commands import sweep as sweep_verb
 from zinfer.core.case import MAX_COUNT
@@ -51,8 +52,8 @@ Message = Mapping[str, Any]
 
 
 @click.command("LLM")
-@options.model
-@options.job_options
+@flags.model
+@flags.job_options
 def _load(**how: Any) -> dict[str, Any]:
     return how
 
@@ -88,8 +89,8 @@ class SamplingParams:
     def body(self, chat: bool) -> dict[str, Any]:
         """Return the fields of a request's body."""
         body = {name: value for name, value in vars(self).items() if value is not None}
-        body |= {name: list(body[name]) for name in ("stop_token_ids",) if name in body}
-        body |= {"stop": [self.stop] if isinstance(self.stop, str) else list(self.stop or ())}
+        body["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop or ())
+        body["stop_token_ids"] = list(self.stop_token_ids or ())
         body["logit_bias"] = {str(token): value for token, value in (self.logit_bias or {}).items()}
         if chat and self.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": self.logprobs}
@@ -134,22 +135,21 @@ class LLM:
     and prompts, WorkerError where the worker fails.
     """
 
-    def __init__(self, model: str | Path, *, debug: bool = False, **options_: Any) -> None:
-        self._context, how = _asked(_load, {"model": model} | options_)
-        with _errors(), self._context.scope(cleanup=False):
-            job = options.prepared("LLM", how)
-            machine, spec = options.this_machine(how["nvme_path"]), job.source.spec
+    def __init__(self, model: str | Path, *, debug: bool = False, **options: Any) -> None:
+        context, how = _asked(_load, {"model": model} | options)
+        with ExitStack() as stack, _errors(), context.scope(cleanup=False):
+            stack.callback(context.close)
+            job = flags.prepared("LLM", how)
+            machine, spec = flags.this_machine(how["nvme_path"]), job.source.spec
             plan, load = typical_plan(job.cases(), spec, machine, how["nvme_path"], how["batch_size"], AHEAD)
-        self.plan, self._how, self._tokenizer, self._planner = plan, how, job.tokenizer, plan.planner()
-        settings: dict[str, Any] = {"timeout_s": how["timeout_s"], "debug": debug, "revision": job.source.revision}
-        self._driver = Driver(partial(process.Worker, job.target, **settings))
-        try:
             if load is None:
                 raise ZinferError(str(plan.why_not))
+            settings: dict[str, Any] = {"timeout_s": how["timeout_s"], "debug": debug, "revision": job.source.revision}
+            self._driver = stack.enter_context(Driver(partial(process.Worker, job.target, **settings)))
             self._driver.load(plan, early=True)
-        except BaseException:
-            self.close()
-            raise
+            self.plan, self._how, self._tokenizer, self._planner = plan, how, job.tokenizer, plan.planner()
+            self._call = 0  # number of the latest one
+            self._stack = stack.pop_all()
 
     def generate(
         self,
@@ -174,9 +174,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Delta]:
-        """Yield the text of answers as it comes. `prompts` are those of `generate` or the messages of `chat`."""
-        first = prompts if isinstance(prompts, str) else prompts[0]
-        chat = isinstance(first, Mapping) or (isinstance(first, list) and isinstance(first[0], Mapping))
+        """Yield the text of answers as it comes. `prompts` are those of `generate` or the messages of `chat`.
+
+        Another call ends it: one that goes on then raises ZinferError.
+        """
+        first = prompts[0] if prompts else None
+        chat = isinstance(first, Mapping) or (isinstance(first, list) and isinstance((*first, None)[0], Mapping))
         rows = _conversations(prompts) if chat else _several(prompts)
         requests, outputs = self._requests(rows, sampling_params, chat, chat_template_kwargs, stream=True)
         places = [(owner, answer.index) for owner, output in enumerate(outputs) for answer in output.outputs]
@@ -185,8 +188,7 @@ class LLM:
 
     def close(self) -> None:
         """End the worker, and free its memory. Safe to call twice."""
-        self._driver.end()
-        self._context.close()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,11 +226,8 @@ class LLM:
                 ids = self._tokenizer.encode_alone(ids)
             if isinstance(ids, Refusal):
                 raise ModelError(f"prompt {owner}: {ids.message}")
-            limit, seed = (
-                answer_limit(asked.output_len, len(ids), spec.max_position, self._how["output_len"]),
-                asked.seed,
-            )
-            seed = seed or secrets.token_hex(8)
+            limit = answer_limit(asked.output_len, len(ids), spec.max_position, self._how["output_len"])
+            seed = asked.seed or secrets.token_hex(8)
             for number in range(asked.n):
                 requests.append(asked.request(ids, limit, nth_seed(seed, number), key=len(requests), owner=owner))
             outputs.append(RequestOutput(prompt, ids, [CompletionOutput(index) for index in range(asked.n)]))
@@ -243,12 +242,15 @@ class LLM:
         """Run requests, and yield their updates. Raises WorkerError, after which the next call loads again."""
         if not requests:
             return
+        self._call = call = self._call + 1
         self._driver.load(self.plan, early=True)
         rows = self._how["batch_size"]
         self._ask(BatchStart(load=largest_load(self._planner, [it.need for it in requests], rows), rows=rows))
         left, waiting, room = len(requests), iter(requests), AHEAD
         answer_s = STREAM_S if requests[0].stream else TURN_S
         while left:
+            if call != self._call:
+                raise ZinferError("another call has ended this one: a model answers one call at a time")
             step = self._ask(BatchStep(requests=list(islice(waiting, room)), answer_s=answer_s))
             room = max(0, AHEAD - step.waiting)
             for update in step.rows:
@@ -269,14 +271,14 @@ class LLM:
             raise
 
 
-def plan(model: str | Path | Sequence[str] | None = None, *, recipe: str | None = None, **options_: Any) -> list[Plan]:
+def plan(model: str | Path | Sequence[str] | None = None, *, recipe: str | None = None, **options: Any) -> list[Plan]:
     """Return predictions, as `zinfer plan`: one for each machine, engine, offload and length.
 
     `calibrate=True` predicts what engines reach, instead of limits. Raises ZinferError.
     """
-    calibrate = options_.pop("calibrate", None)
+    calibrate = options.pop("calibrate", None)
     more = {} if calibrate in (None, False) else {"calibrate": plan_verb.SHIPPED if calibrate is True else calibrate}
-    _, given = _asked(plan_verb.command, {"model": model} | more | options_, [] if recipe is None else [recipe])
+    _, given = _asked(plan_verb.command, {"model": model} | more | options, [] if recipe is None else [recipe])
     with _errors():
         del given["recipe"], given["listed"]
         groups, *_ = plan_verb.planned(recipe, given.pop("calibrate"), given)
@@ -288,14 +290,14 @@ def sweep(
     *,
     recipe: str | None = None,
     output: str | Path | None = None,
-    **options_: Any,
+    **options: Any,
 ) -> Iterator[Measurement | RequestPoint]:
     """Measure as `zinfer sweep`; yield every point once it is on disk.
 
     `output` is its file. Signals raise what they raise in the caller; a worker is ended with the iterator. Raises
     ZinferError.
     """
-    _, given = _asked(sweep_verb.command, {"model": model} | options_, [] if recipe is None else [recipe])
+    _, given = _asked(sweep_verb.command, {"model": model} | options, [] if recipe is None else [recipe])
     if wrong := [name for name in ("merge", "cluster", "shard", "dry_run", "as_json") if given[name]]:
         raise ZinferError(f"{wrong[0]} is for the command line")
     del given["recipe"], given["shard"], given["output"]
@@ -381,7 +383,7 @@ def _asked(
             arguments += [word for each in several for word in (param.opts[0], _word(each))]
     with _errors():
         context = command.make_context(command.name, arguments)
-        return context, options.merged(context.params) if loads else dict(context.params)
+        return context, flags.merged(context.params) if loads else dict(context.params)
 
 
 def _word(value: Any) -> str:

@@ -119,12 +119,12 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     """Return the text before the first of the sequence's stops; None if it contains none."""
     if not sequence.stop or len(sequence.output_ids) < sequence.sampling.min_tokens:
         return None
-    if sequence.unstoppable is None:
+    if sequence.stops_from is None:
         first = sequence.output_ids[: sequence.sampling.min_tokens]
-        sequence.unstoppable = len(tokenizer.decode(first, sequence.before)) if first else 0
+        sequence.stops_from = len(tokenizer.decode(first, sequence.before)) if first else 0
         if len(first) == len(sequence.output_ids):
             return None
-    floor = sequence.unstoppable
+    floor = sequence.stops_from
     text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
     if not any(stop in text[max(0, floor + 1 - len(stop)) :] for stop in sequence.stop):
         return None

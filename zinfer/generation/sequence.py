@@ -32,7 +32,7 @@ class Sequence(Request):
     sent: int = 0  # output tokens that updates have told
     shown: str = ""  # text that updates have told
     edits: "LogitEdits | None" = None  # changes of its logits, if its sampling asks for any
-    unstoppable: int | None = None  # characters of its first `min_tokens`, in which no stop ends it
+    stops_from: int | None = None  # characters of its first `min_tokens`: a stop ends behind them
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":

@@ -79,6 +79,20 @@ def test_edited_logits_are_those_of_transformers(name: str, dtype: torch.dtype) 
     assert not torch.equal(wanted, logits.float())
 
 
+@pytest.mark.gpu
+def test_a_gpu_edits_and_draws_as_the_cpu_does() -> None:
+    rows, kinds = histories(70), [Sampling(**fields) for fields in ({}, *EDITED.values())]
+    asked = [kinds[row % 8].model_copy(update={"top_k": row % 5, "seed": str(row)}) for row in range(70)]
+    asked = [each.model_copy(update={"temperature": row % 3 / 2}) for row, each in enumerate(asked)]
+    logits = 4 * torch.randn(70, SIZE, generator=torch.Generator().manual_seed(3))
+    chosen = []
+    for device in ("cpu", "cuda"):
+        edited = {n: EditedRow(LogitEdits(it, *rows[n], ENDS)) for n, it in enumerate(asked) if it.edits}
+        places = [len(output) for _, output in rows]
+        chosen += [choose(logits.to(device), asked, places, edited)[0].tolist() for _ in range(2)]
+    assert chosen[0] == chosen[1] == chosen[2] == chosen[3]
+
+
 def test_rows_with_different_edits_do_not_touch_each_other() -> None:
     rows, kinds = histories(28), [Sampling(**fields) for fields in EDITED.values()]
     logits = 4 * torch.randn(28, SIZE, generator=torch.Generator().manual_seed(3))

@@ -111,7 +111,7 @@ def test_sampling_is_taken_from_a_body(served: bool, read: Callable[..., Asked])
         ("logit_bias", {"5": None}, "number"), ("logit_bias", {"100": 1}, "token 100: ids are from 0 to 99"),
         ("stop_token_ids", 3, "a list of at most 128"), ("stop_token_ids", [True], "a list"),
         ("stop_token_ids", [1] * 129, "a list"), ("stop_token_ids", [-1], "token -1"),
-        ("stop_token_ids", [100], "token 100"), ("min_tokens", -3, "whole"), ("min_tokens", 17, "exceeds max_tokens"),
+        ("stop_token_ids", [100], "token 100"), ("min_tokens", -1, "whole"), ("min_tokens", 17, "exceeds max_tokens"),
     ],
 )  # fmt: skip
 def test_wrong_sampling_is_refused_by_name(key: str, value: Any, why: str) -> None:

@@ -255,8 +255,9 @@ def _whole(body: Mapping[str, Any], key: str, low: int | None, high: int = MAX_C
 def read_sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
     """Return the sampling of a body's fields, at temperature 1 by default. Raises Refused."""
     fields: dict[str, Any] = {"temperature": 1.0}
+    given = {name: value for name, value in given.items() if (name, value) != ("top_k", -1)}  # which takes all, too
     fields |= {name: _number(name, given[name], *limits) for name, limits in _NUMBERS.items() if name in given}
-    fields |= {name: _whole(given, name, 0) for name in ("top_k", "min_tokens") if given.get(name, -1) != -1}
+    fields |= {name: _whole(given, name, 0) for name in ("top_k", "min_tokens") if name in given}
     bias, ends = given.get("logit_bias") or {}, given.get("stop_token_ids") or []
     known = isinstance(bias, dict) and all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias)
     if not known or len({*map(int, bias)}) < len(bias) or len(bias) > MAX_BIASED:

@@ -96,6 +96,21 @@ def test_available_memory(
 
 
 @pytest.mark.parametrize(
+    ("groups", "folder", "file"),
+    [("0::/job", "", "memory.events"), ("4:memory:/job\n0::/", "memory", "memory.oom_control")],
+)
+def test_kills_for_want_of_memory_count_in_the_own_group_alone(
+    groups: str, folder: str, file: str, tmp_path: Path
+) -> None:
+    write(tmp_path, {"groups": groups})
+    assert host.oom_kills(tmp_path / "groups", tmp_path) == 0
+    write(tmp_path / folder, {file: "low 1\noom_kill 4"})
+    assert host.oom_kills(tmp_path / "groups", tmp_path) == 4  # a container may see no other group
+    write(tmp_path / folder / "job", {file: "low 1\noom_kill 2"})
+    assert host.oom_kills(tmp_path / "groups", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
     ("total", "limit", "usable"), [(8, None, 8), (8, 5, 5), (31, 256, 256), (126, 128, 126), (128, 128, 128)]
 )
 def test_the_limit_tells_what_a_process_may_use(

@@ -7,8 +7,8 @@ traceback.
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from tools.campaign import judge, shim
 from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
@@ -19,7 +19,7 @@ LATE_S = 20.0  # from a signal to the end
 WAYS = ("KILL", "TERM", "INT", "INT twice", "TERM twice", "worker", "write", "torn")
 
 
-def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
+def disturbed(verb: Verb, lab: Lab, number: int, keep: bool = False) -> Result:
     """Kill `verb` once or several times, and restart it until done."""
     result = Result(f"kill-{verb.name}", number)
     dice, usual = lab.dice(result.name, number), lab.normals[verb.name]
@@ -119,13 +119,4 @@ def _after(room: Room, verb: Verb, usual: Normal, recorded: dict[str, bytes], ea
     return faults
 
 
-def _case(verb: Verb) -> Callable[[Lab, int, bool], Result]:
-    def case(lab: Lab, number: int, keep: bool = False) -> Result:
-        if verb.missing:
-            return Result(f"kill-{verb.name}", number, skipped=f"{verb.needs} is not installed")
-        return disturbed(lab, verb, number, keep)
-
-    return case
-
-
-CLASSES = {f"kill-{name}": _case(verb) for name, verb in VERBS.items()}
+CLASSES = {f"kill-{name}": partial(disturbed, verb) for name, verb in VERBS.items()}

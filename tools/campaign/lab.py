@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +145,6 @@ class Verb:
     replaces: bool = False  # each file of `at_once` takes the place of an earlier one, whatever that holds
     good: Callable[[bytes], bool] | None = None  # tells a whole file of `at_once` where no two runs give equal ones
     chain: int = 1  # most disturbances before the last start
-    needs: str = ""  # package without which there is nothing to try
-
-    @property
-    def missing(self) -> bool:
-        """True if the package that it needs is not installed."""
-        return bool(self.needs) and find_spec(self.needs) is None
 
     def next(self, room: Room) -> tuple[str, ...]:
         """Return the words of the next start; it goes on with records."""

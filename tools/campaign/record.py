@@ -1,11 +1,12 @@
 """Record of a campaign: what was tried, what held, for each class; and the table of docs/reliability.md."""
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from tools import pages
 from tools.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
@@ -141,10 +142,7 @@ def title(name: str) -> str:
 
 def markdown(campaign: Campaign) -> str:
     """Return the table of a campaign in Markdown, with its seed."""
-    heads: Sequence[str] = COLUMNS
-    rule = ["---:" if head.startswith("#") else "---" for head in heads]
-    lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = pages.markdown(COLUMNS, campaign.cells())
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
     blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
     text = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."

@@ -43,7 +43,6 @@ def prepare(root: Path, seed: int, names: Sequence[str], jobs: int) -> Lab:
     lab = Lab(root, seed, shim.build(root))
     verbs.furnish(lab)
     wanted = {verb.name: verb for name in names if name not in serve.CLASSES for verb in disks.verbs_of(name)}
-    wanted = {name: verb for name, verb in wanted.items() if not verb.missing}
     with ThreadPoolExecutor(jobs) as pool:
         runs = pool.map(lambda verb: undisturbed(lab, verb), wanted.values())
         lab.normals.update(zip(wanted, runs, strict=True))

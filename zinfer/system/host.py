@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from zinfer.core.units import parse_bytes
 
 MANY_CPUS = 8  # CPUs of which attention leaves one to everything else that runs
+GROUPS, GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used
 
 
@@ -142,9 +143,18 @@ def memory_total() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def memory_limit(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int | None:
     """Return the smallest memory limit of this process's control groups in bytes; None if there is none."""
     return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
+
+
+def oom_kills(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int:
+    """Count the kernel's out-of-memory kills in this process's control group; 0 if unknown."""
+    for folder, first_version in _control_groups("memory", groups, root):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            file = folder / ("memory.oom_control" if first_version else "memory.events")
+            return int(dict(line.split() for line in file.read_text().splitlines())["oom_kill"])
+    return 0
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
@@ -172,7 +182,7 @@ def _control_groups(controller: str, groups: Path, root: Path) -> Iterator[tuple
             yield folder / level, bool(controllers)
 
 
-def usable_cpus(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_cpus(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int:
     """Return the number of CPUs that this process may use. A container's may be given as time, not as certain ones."""
     counts = [len(os.sched_getaffinity(0))]
     for folder, first in _control_groups("cpu", groups, root):
@@ -195,7 +205,7 @@ def _in_use(group: Path) -> int:
     return 0
 
 
-def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def available_bytes(proc: Path = Path("/proc"), root: Path = GROUP_ROOT) -> int:
     """Return the host memory that is left, page cache and swap included.
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.

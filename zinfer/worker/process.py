@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
@@ -42,11 +41,6 @@ OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds the
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 _MEMORY: dict[int, Status] = {NO_GPU_MEMORY: "oom_gpu", NO_HOST_MEMORY: "oom_host"}  # by exit code
-# Files that count kills, by the controllers of a hierarchy of control groups: those of version 2 have none.
-_OOM_FILES = {
-    "memory": (("/sys/fs/cgroup/memory", "memory.oom_control"),),
-    "": (("/sys/fs/cgroup", "memory.events"), ("/sys/fs/cgroup/unified", "memory.events")),
-}
 KILL_S = 10.0  # for the kernel to end a killed worker
 # Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
 _GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -157,7 +151,7 @@ class Worker(Client):
     def __init__(self, target: str, *, timeout_s: float, **settings: Any) -> None:
         super().__init__(target, timeout_s=timeout_s, **settings)
         self._log: IO[bytes] | None = None if self._debug else tempfile.TemporaryFile()  # noqa: SIM115
-        self._oom_kills, self._killed = _count_oom_kills(), False
+        self._oom_kills, self._killed = host.oom_kills(), False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zinfer.worker.server"],
             stdin=subprocess.PIPE,
@@ -194,14 +188,14 @@ class Worker(Client):
             if "progress" in answer:
                 self._on_progress(answer["progress"], answer["share"])
             else:
-                self._oom_kills = _count_oom_kills()  # earlier ones struck others
+                self._oom_kills = host.oom_kills()  # earlier ones struck others
                 return answer
 
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
         self._unregister()
         scratch.remove_abandoned()  # what it owned
-        if code == -signal.SIGKILL and _count_oom_kills() > self._oom_kills:
+        if code == -signal.SIGKILL and host.oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self._tail()
@@ -246,19 +240,6 @@ class Worker(Client):
         self._unregister()
         if self._log is not None:
             self._log.close()
-
-
-def _count_oom_kills() -> int:
-    """Count the kernel's out-of-memory kills in this process's control group. 0 if unknown."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            for root, file in _OOM_FILES.get(kinds, ()):
-                for group in (path, ""):  # a container may see its own group as the root
-                    with suppress(OSError, ValueError):
-                        counts = dict(line.split() for line in Path(f"{root}{group}/{file}").read_text().splitlines())
-                        return int(counts["oom_kill"])
-    return 0
 
 
 def study_header(engine_name: str) -> dict[str, Any]:

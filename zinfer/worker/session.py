@@ -10,14 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
-from zinfer.core.value import Frozen, first_fault
+from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
@@ -110,12 +108,7 @@ class Session:
         self.unfinished = None
 
     def _run(self, name: str, request: Any) -> Frozen:
-        if name not in TASKS:
-            raise EngineError(f"no task {name!r}; there are {', '.join(TASKS)}")
-        try:
-            command = TASKS[name].command.model_validate(request)
-        except ValidationError as error:
-            raise EngineError(f"task {name}: {first_fault(error)}") from None
+        command = TASKS[name].command.model_validate(request)
         function = self._instead.get(name) or TASKS[name].function()
         if name not in EARLY:
             self.finish_loading()

@@ -9,9 +9,7 @@ from zinfer.plan.planner import Plan, Planner
 
 
 class Steered(Plan):
-    """Plan with `device_rows` sequences' KV cache on the GPU. Others are in host memory. An engine passes `tokens`
-    prompt tokens at a time through the model. None leaves either as planned.
-    """
+    """Plan with `device_rows` rows' KV cache on the GPU. Prompts are passed in `tokens`; None leaves both."""
 
     device_rows: int | None = None
     tokens: int | None = None

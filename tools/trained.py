@@ -42,9 +42,7 @@ HELD_OUT, HELD_OUT_PROSE = 25, 8  # one file in this many is held out, and one p
 
 
 def texts() -> tuple[bytes, bytes, bytes]:
-    """Return text to train on, and text that is held out. Both are the standard library's source and help texts. Whole
-    files, and the last paragraphs, of which no other has the words.
-    """
+    """Return text to train on, and two texts that are held out. They are Python's source and help."""
     folder = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "pydoc_data"}
     files = sorted(path for path in folder.rglob("*.py") if not outside & {*path.parts})

@@ -41,9 +41,7 @@ def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[s
 
 
 def before_zinfer(ended: Ended, sent: Iterable[int]) -> bool:
-    """Tell whether SIGINT ended Python before a line of zinfer ran. It then shows a traceback of its own, which no
-    program can prevent.
-    """
+    """Tell whether SIGINT met Python before zinfer: it then shows a traceback of its own."""
     early = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
     return early and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
 

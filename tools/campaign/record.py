@@ -48,10 +48,7 @@ COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")
 
 
 class Row(Frozen):
-    """Counts of one class: cases tried, those that held, disturbances that struck, cases without anything to try.
-
-    `blind` are, in earlier records, damages that no reader can tell from data.
-    """
+    """Counts of one class; `blind`, in earlier records, are damages that no reader can tell from data."""
 
     name: str
     tried: int

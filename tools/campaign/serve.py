@@ -129,8 +129,7 @@ def texts(room: Room) -> dict[str, str]:
 
 
 def furnish(lab: Lab) -> None:
-    """Note the texts of `zinfer run` after the prompts. Raises RuntimeError if a server without a disturbance gives
-    others."""
+    """Note the texts of `zinfer run`. Raises RuntimeError if an undisturbed server gives others."""
     with Room(lab, "served") as room:
         lab.texts = texts(room)
         result = Result("served", 0)

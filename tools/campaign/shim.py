@@ -59,10 +59,7 @@ class Shim:
         lasting: bool = False,
         audit: bool = False,
     ) -> None:
-        """Say which fault strikes below `folders` (at most two). Counts begin at 0.
-
-        With `audit` the order of their writes and syncs is checked, too.
-        """
+        """Say which fault strikes below `folders` (at most two). Counts begin at 0; `audit` checks syncs."""
         control = self._control
         control.mode, control.audit, control.unsynced, control.first = NONE, audit, 0, b""
         control.kinds, control.at, control.budget, control.error, control.lasting = kinds, at, budget, error, lasting

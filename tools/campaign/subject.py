@@ -36,10 +36,7 @@ class Ended:
 
 
 class Subject:
-    """One running zinfer. `words` are its arguments; stdout and stderr go to files in `papers`.
-
-    With `terminal` it has a terminal of its own instead, whose output is `Ended.stdout`.
-    """
+    """One running zinfer. Its output is in `papers`, or, with a `terminal` of its own, `Ended.stdout`."""
 
     def __init__(
         self,

@@ -59,9 +59,7 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of logits relative to their spread. Infinity where one of them is no number and the
-    other is.
-    """
+    """Return the largest difference of logits over their spread; infinite if one alone is no number."""
     actual, expected = actual.detach().float().cpu(), expected.float()
     numbers = expected.isfinite()
     if actual.shape != expected.shape or not torch.equal(actual.isfinite(), numbers):
@@ -111,9 +109,7 @@ def _loaded(model_class: type[PreTrainedModel], directory: Path) -> PreTrainedMo
 
 
 def _alone(model: PreTrainedModel, rows: list[list[int]], forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the tokens and logits of `transformers.generate`, each prompt alone. With `forced` tokens, ``[B,
-    OUTPUT_LEN]``, those that come before these.
-    """
+    """Return each prompt's tokens and logits by `generate`. They follow `forced` ``[B, OUTPUT_LEN]``, if given."""
     tokens, logits = [], []
     for number, row in enumerate(rows):
         token_ids, processors = torch.tensor([row]), LogitsProcessorList()

@@ -43,8 +43,7 @@ class Row(NamedTuple):
 
 
 def run_all(subjects: Sequence[Subject], jobs: int, done: Callable[[Row], None]) -> list[Row]:
-    """Compare all `subjects`, `jobs` at a time; call `done` with each row; return the rows in the order of
-    `subjects`."""
+    """Compare `subjects`, `jobs` at a time; call `done` with each row; return the rows in order."""
     context = multiprocessing.get_context("fork")  # transformers is imported once
     waiting = list(enumerate(subjects))
     running: dict[Connection, _Child] = {}

@@ -71,10 +71,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder layers in depth order, and their name. Raises ModelError if there are none.
-
-    Of the outermost lists of blocks, one as long as the text model's depth comes first, then the one with most weights.
-    """
+    """Return the decoder layers and their name: of the model's depth, then of most weights. Raises ModelError."""
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         nested = any(name.startswith(f"{outer}.") for outer in stacks)

@@ -80,10 +80,7 @@ def parse(content: bytes, name: object) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], name: object) -> None:
-    """Raise DocumentError for a configuration that is not believed.
-
-    That is for a size out of bounds, a wrong type among the fields that zinfer reads, and foreign implementations.
-    """
+    """Raise DocumentError for sizes out of bounds, wrong types, or foreign implementations."""
     without_code(config, name)
     for path, key, part in _fields(config):
         low, high = _BOUNDS.get(key, (-math.inf, math.inf))
@@ -97,10 +94,7 @@ def check(config: Mapping[str, Any], name: object) -> None:
 
 
 def without_code(value: Mapping[str, Any], name: object) -> dict[str, Any]:
-    """Return a configuration without fields that name code or a classifier's labels.
-
-    transformers would fetch and import a repository that is named as an implementation: this raises DocumentError.
-    """
+    """Return a configuration without code's fields and labels. Raises DocumentError for foreign implementations."""
     for _, key, part in _fields(value):
         named = map(str, part.values() if isinstance(part, Mapping) else [part])
         if _CHOOSES.fullmatch(key) and (unknown := [text for text in named if text not in _IMPLEMENTATIONS]):

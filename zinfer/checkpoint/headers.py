@@ -73,10 +73,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, bare: bool = False) -> "Checkpoint":
-        """Read the headers in a folder. Raises CheckpointError for the first fault found.
-
-        With `bare` it may have no weights, or be a config.json.
-        """
+        """Read a folder's headers. Raises CheckpointError. `bare`: a config.json will do."""
         if bare and not path.is_dir():
             return cls(path.parent, _config(path), {})
         if (kind := unsupported_kind(path)) is not None:
@@ -98,11 +95,7 @@ class Checkpoint:
 
     @property
     def revision(self) -> str:
-        """Fingerprint of configuration, headers and a sample of every tensor.
-
-        The sample is the first and last bytes, since hashing 350 GB takes longer than many a sweep: it changes with any
-        training that touches a matrix as a whole.
-        """
+        """Fingerprint of configuration, headers, and both ends of each tensor: hashing 350 GB takes long."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.file.name} {info.dtype} {info.shape} {info.start} {info.end}\n".encode())
@@ -135,10 +128,7 @@ def unsupported_kind(path: Path) -> str | None:
 
 
 def weight_source_files(directory: Path, named: object = None) -> tuple[Path, ...]:
-    """Return the files that say where weights are, in transformers' order.
-
-    The configuration may have `named` one. Raises CheckpointError where that is no such file in the folder.
-    """
+    """Return the files that place weights, the one `named` in config.json first. Raises CheckpointError."""
     first = [] if named is None else [_inside(directory, str(named), "config.json")]
     others = [directory / name for name in (SINGLE, INDEX) if os.path.lexists(directory / name)]
     return tuple(dict.fromkeys(first + sorted(others, key=lambda path: not path.is_file())))  # broken links last

@@ -79,10 +79,7 @@ def config_of(reference: str) -> dict[str, Any]:
 
 
 def download(reference: str) -> Path:
-    """Return the folder of a complete local snapshot, downloading what is missing.
-
-    One that is complete is used as it is. Raises ModelError if files cannot be fetched, or without safetensors.
-    """
+    """Return the folder of a complete snapshot; what is missing is downloaded. Raises ModelError."""
     if (folder := cached(reference)) is not None:
         return folder
     hub_id, revision = split(reference)

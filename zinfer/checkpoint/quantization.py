@@ -80,10 +80,7 @@ def groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def scheme(weights: Scheme, group_size: int | None = None) -> dict[str, Any]:
-    """Return the quantization_config of a format that zinfer makes; all are symmetric.
-
-    int4 has groups of `group_size` values; int8 and fp8 (e4m3) have a scale a row.
-    """
+    """Return zinfer's own quantization_config: int4 in groups of `group_size`, int8 and fp8 a scale a row."""
     bits, kind, layout, strategy = {
         "int4": (4, "int", "pack-quantized", "group"),
         "int8": (8, "int", "int-quantized", "channel"),

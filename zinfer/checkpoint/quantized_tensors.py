@@ -244,11 +244,7 @@ class TensorFinder:
 def quantized_weights(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> tuple[dict[str, QuantizedWeight], set[str]]:
-    """Return the quantised weights by name, and the stored names not needed.
-
-    `dtype` is the type of the model. Raises ModelError as `settings_of` does, CheckpointError for codes without
-    scales, and for tensors that do not fit each other.
-    """
+    """Return the quantised weights by name, and stored names not needed. Raises ModelError, CheckpointError."""
     settings = settings_of(config)
     if settings is None:
         return {}, set()
@@ -311,10 +307,7 @@ class Quantization:
             )
 
     def headers(self, matrix: Matrix, module: str) -> dict[str, TensorInfo] | None:
-        """Return the tensors that `matrix` is stored in, if it is quantised.
-
-        `module` is its whole name. The tensors are those of one expert if each has its own.
-        """
+        """Return the stored tensors of a quantised `matrix`; `module` is its whole name. Of experts, those of one."""
         rows, columns, name = matrix.rows, matrix.columns, f"{module}.weight"
         stacked = bool(matrix.experts) and "*" not in matrix.name
         if not self._method or 0 in (rows, columns) or stacked != (self._method == "mxfp4") or self._kept(module):

@@ -91,10 +91,7 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def catalogue_name(reference: str) -> str | None:
-    """Return the catalogue's name for a reference in any case.
-
-    A file or folder of that name comes before a hub id, and before a name in other letters.
-    """
+    """Return the catalogue's name for a reference in any case; files come first."""
     if reference in _catalogue():
         return reference
     name = _references().get(reference.casefold())

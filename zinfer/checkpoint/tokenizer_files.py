@@ -77,10 +77,7 @@ def require(directory: Path) -> None:
 def end_tokens(
     directory: Path | None, config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
 ) -> dict[int, str]:
-    """Return the tokens that end a text, with their sources. Raises ModelError.
-
-    The sources often differ in a chat model, which may write any of their tokens.
-    """
+    """Return the tokens that end a text. Their sources, named with each, often differ. Raises ModelError."""
     sources: dict[int, list[str]] = {}
     given = config.get("eos_token_id")
     for name, ends in (
@@ -104,10 +101,7 @@ def _generation_ends(directory: Path | None) -> list[Any]:
 
 
 def chat_template(directory: Path | None, wanted: str | None = None) -> ChatTemplate:
-    """Return the chat template `wanted`, by default the checkpoint's. Raises ModelError.
-
-    `wanted` is a name among the checkpoint's, or a file.
-    """
+    """Return the chat template. It is the checkpoint's, or the name or file `wanted`. Raises ModelError."""
     templates = {}
     if directory is not None:
         with _explained(directory):

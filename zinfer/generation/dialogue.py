@@ -24,8 +24,7 @@ class Dialogue:
         self._turn = {"role": "user", "content": ""}
 
     def ask(self, turn: str) -> list[int]:
-        """Return the tokens of the conversation and of `turn`. The turn becomes part of the conversation with
-        `answered`. Raises ModelError for a conversation that the template refuses, and for one without tokens."""
+        """Return the tokens of the conversation and `turn`, added by `answered`. Raises ModelError."""
         self._turn = {"role": "user", "content": turn}
         messages = [*self._messages, self._turn]
         prompt: Prompt = {"messages": messages, "template": self._settings}

@@ -179,8 +179,7 @@ class Drafts:
             self._until_plain = max(self._until_plain, tuning.DRAFTS.plain)
 
     def observe(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
-        """Note that `accepted` of `drafted` tokens of a row were right. With `given_up` the next one was right, too,
-        but another row's was not."""
+        """Note a row's right drafts. With `given_up` the next was right too, but not another row's."""
         self.drafted += drafted
         self.accepted += accepted
         checked = accepted if given_up else min(drafted, accepted + 1)

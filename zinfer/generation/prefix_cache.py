@@ -52,8 +52,7 @@ class PrefixCache:
         return sum(length for _, length in self._match(tokens[:-1]))
 
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
-        """Return the snapshots of the longest kept prefix, in order. The prefix leaves out at least the last token,
-        which has to be computed. The snapshots are valid until the next call of `keep`."""
+        """Return the longest kept prefix, at least a token short; valid until the next `keep`."""
         path = self._match(tokens[:-1])
         self._touch(node for node, _ in path)
         return [node.kept if length == len(node.tokens) else node.kept.head(length) for node, length in path]

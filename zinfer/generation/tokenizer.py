@@ -44,8 +44,7 @@ class Tokenizer:
         return _decoded(self.hf, ids, skip_special_tokens=True)
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token within a text. Of a part of a character it is the bytes, as OpenAI's API writes
-        them: ``bytes:\\xe6``."""
+        """Return the text of a token within a text. Part of a character is ``bytes:\\xe6``, as OpenAI has it."""
         if self._letter is None:
             self._letter = self.hf("a", add_special_tokens=False).input_ids
         head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))

@@ -69,8 +69,7 @@ class Facts(NamedTuple):
 
 
 class TokenizerProcess:
-    """Tokenizer and chat template of a checkpoint, in a process. A prompt of more than twice `max_tokens` tokens is
-    refused with its length."""
+    """Tokenizer and chat template in a process. Prompts of twice `max_tokens` tokens are refused."""
 
     def __init__(self, spec: ModelSpec, template: ChatTemplate | None = None, max_tokens: int | None = None) -> None:
         directory = None if spec.directory is None else Path(spec.directory)

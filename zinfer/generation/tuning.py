@@ -10,8 +10,7 @@ AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.55)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tuned numbers; shares and counts without a source are choices that the simulation in tests/test_schedule.py
-    holds to its bounds."""
+    """Tuned numbers; those without a source are choices that tests/test_schedule.py holds to its bounds."""
 
     # Which rows run
     max_rows: int = 4096  # rows that run at a time: beyond, planning a pass takes longer than launching it

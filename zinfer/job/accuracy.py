@@ -46,10 +46,7 @@ class Recorded:
 
 
 def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, ends: frozenset[int]) -> Recorded:
-    """Run `rows` through the reference for `steps` tokens; store its logits.
-
-    Tokens in `ends` end the text of a row that follows its own tokens.
-    """
+    """Run `rows` through the reference for `steps` tokens; store logits. `ends` end a row's own text."""
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
     answer = worker.ask(LogitsRecord(prompts=prompts, tokens=given, steps=steps, file=file))
     lengths = [
@@ -88,10 +85,9 @@ class AccuracyStudy:
     rows: list[Deviation | Failed] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run the reference, then every setting; a failed or cancelled setting becomes a row of its own.
+        """Run the reference, then every setting; failed and cancelled ones become rows, too.
 
-        Raises WorkerError if the reference fails, StudyError if the text is too short or the disk has no room for the
-        reference's logits, Interrupted if a signal arrives; `rows` is empty if the reference had not run by then.
+        Raises WorkerError if the reference fails, StudyError for too short a text or too full a disk, Interrupted.
         """
         spec, load = self.reference.model, self.reference.case.workload
         with scratch.folder(Path(tempfile.gettempdir()), "logits") as temporary:

@@ -35,11 +35,9 @@ Batches = Generator[Try, Answer, None]
 def search(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
     """Search for the batch with the most output tokens a second.
 
-    `first` are timed, then doubles, until two steps together gain less than `PLATEAU`, or until memory
-    ends: at `limit`, by the `guess` of the largest batch, or by a failure. Then untimed tries follow, which begin at
-    `guess` and proceed in growing strides, and by bisection between what ran and what did not; the largest batch that
-    runs is timed. An answer is sent in for every batch yielded; any status but ``ok`` counts
-    as not running.
+    `first` are timed, then doubles, until two of them gain less than `PLATEAU`, or memory ends. There untimed tries
+    begin at `guess`, proceed in growing strides, then by bisection, and the largest batch that runs is timed. An answer
+    is sent in for every batch yielded; any status but ``ok`` counts as not running.
     """
     listed_first = sorted(first)
     start = 2 * listed_first[-1] if listed_first else 1
@@ -94,11 +92,7 @@ def listed(batches: Iterable[int]) -> Batches:
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """Return the batches to try.
-
-    The plan guesses the largest one; without a GPU it is also the limit, since running out of memory would take down
-    the whole machine.
-    """
+    """Return the batches to try. Without a GPU none is larger than planned: the host would run out of memory."""
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)

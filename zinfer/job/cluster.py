@@ -49,10 +49,7 @@ class Cluster:
                 self._options.append(f"--{name}{equals}{value}")
 
     def run(self, command: Sequence[str], shards: int, on_message: Callable[[str], None]) -> None:
-        """Run `command` with each shard in a job, and wait for all.
-
-        Raises Interrupted on SIGINT and SIGTERM, after the jobs were cancelled; ClusterError if none can be submitted.
-        """
+        """Run `command` with each shard in a job; wait for all. Raises ClusterError; Interrupted, jobs cancelled."""
         if shutil.which("sbatch") is None:
             raise environment_error(
                 ClusterError("--cluster slurm needs a machine from which jobs are submitted: there is no sbatch")

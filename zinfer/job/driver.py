@@ -39,8 +39,7 @@ class Driver:
         return self._worker
 
     def load(self, plan: Plan, early: bool = False) -> None:
-        """Load `plan`'s engine, unless one is loaded. With `early` batches may begin before all is loaded. Raises
-        LoadFailed, WorkerDied, and ends the worker then."""
+        """Load `plan`'s engine unless one is loaded. With `early` begin it only. Raises LoadFailed, WorkerDied."""
         if self.loaded:
             return
         self.on_loading(plan)

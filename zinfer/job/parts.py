@@ -54,11 +54,10 @@ def read_part(output: Path, shard: Shard, sweep: Sweep) -> Part:
 
 
 def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -> Outcome:
-    """Append the points of the parts to `output`, and return all.
+    """Append the points of the parts to `output`, once each; return all.
 
-    They come shard by shard; points that it has are not appended again. Raises ShardError if a part is foreign, if
-    `output` has another recipe and `force` is not set, or, if the sweep has to be `whole`, if a part is missing or has
-    not come to its end; StoreError if a file cannot be read or written.
+    Raises ShardError for a foreign part, for an `output` of another recipe without `force`, and, if the sweep has to be
+    `whole`, for parts that are missing or not complete; StoreError.
     """
     path = parts_path(output)
     shards = whole_split(path) if whole else shards_begun(path)

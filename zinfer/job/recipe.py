@@ -240,11 +240,7 @@ class Sweep(Frozen):
                 )
 
     def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
-        """Return the shares of the weights that stay on the GPU.
-
-        It is the axis, but None where all weights stay, and for an engine without shares if others of `engines` have
-        them. Where it is not given, an engine that can places them as is fastest: ``auto``.
-        """
+        """Return the shares of weights that stay: the axis, ``auto`` where it is open, None without a choice."""
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
         unable = bool(able) and engine in ENGINES and engine not in able
         if offload == "none" or unable:
@@ -263,10 +259,7 @@ def automatic(batch_size: str) -> tuple[int, ...]:
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """Return the batch sizes of ``1,2,4``, ``1-64*2`` (1, 2, 4, .. 64) or ``8-32+8`` (8, 16, 24, 32), also mixed.
-
-    ``auto`` and ``1,2,auto`` stay text. Raises RecipeError.
-    """
+    """Return the sizes of ``1,2``, ``1-64*2``, ``8-32+8``; text that ends in ``auto`` stays. Raises RecipeError."""
     sizes = automatic(text)
     return text if text.endswith("auto") else sizes
 
@@ -329,10 +322,7 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
 
 
 def sweep_recipe(name: str) -> Path:
-    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else the recipe of that name.
-
-    A recipe is ``sweeps/<name>.toml`` of the current directory, or of the package. Raises RecipeError, with the names.
-    """
+    """Return the file of a sweep recipe: a path in ``.toml``, or a name here or in the package. Raises RecipeError."""
     if name.endswith(".toml"):
         return Path(name)
     recipes = documents.catalogue(SWEEP_RECIPES)
@@ -342,10 +332,7 @@ def sweep_recipe(name: str) -> Path:
 
 
 def engine_recipe(name: str, offload: Offload = "cpu") -> EngineRecipe:
-    """Return the recipe ``engines/<name>.toml``, or the engine `name` with its defaults. Raises RecipeError.
-
-    The engine `PEER` is deepspeed for offloads if it is installed, else accelerate.
-    """
+    """Return ``engines/<name>.toml``, or the engine `name`; `PEER` is one that is installed. Raises RecipeError."""
     if name == PEER:
         able = offload != "none" and find_spec("deepspeed") is not None
         return EngineRecipe(engine="deepspeed" if able else "accelerate")

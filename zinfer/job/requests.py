@@ -71,10 +71,7 @@ class _LengthLine(Frozen):
 
 
 def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
-    """Return the loads of requests of a sweep: each file and distribution, with each number in flight and each rate.
-
-    Raises DocumentError for a file that cannot be read or used.
-    """
+    """Return a sweep's loads of requests: each source in each closed and open loop. Raises DocumentError."""
     loops: list[dict[str, int | float | str]] = [{"in_flight": number} for number in sweep.in_flight]
     loops += [{"request_rate": rate} for rate in sweep.request_rate]
     sets = []

@@ -160,11 +160,7 @@ def run(
     events: Events | None = None,
     make_worker: Callable[..., Client] = Worker,
 ) -> Outcome:
-    """Measure the points that `done` does not hold, and return all.
-
-    Each is appended to `store` at once. After `Sweep.minutes` no point begins. Raises Interrupted on SIGINT and
-    SIGTERM, after the point under way is recorded as `cancelled`, StoreError if a record cannot be written.
-    """
+    """Measure the points that `done` does not hold; store each at once; return all. Raises Interrupted, StoreError."""
     runner = _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events())
     with Signals() as handled:
         points = [*runner.measure(make_worker, handled)]
@@ -213,10 +209,7 @@ def key_of(point: Point) -> Key:
 
 
 def _find(recorded: FinalRecords, key: Key, number: int, timed: bool = True) -> Point | None:
-    """Return the record of a point in round `number`, or None.
-
-    A failure, and a batch that is only tried, are recorded for all rounds.
-    """
+    """Return a point's record of round `number`, or None. Failures and tries count for all rounds."""
     records = recorded.get(key)
     if not records:
         return None
@@ -252,10 +245,7 @@ class _Runner:
                 yield from self._load(index, driver)
 
     def _load(self, index: int, driver: Driver) -> Iterator[Point]:
-        """Measure the cases of load number `index`, then its requests.
-
-        Points end before its share of the time, but for the first one, which only has to begin before the end.
-        """
+        """Measure load number `index`, cases before requests. All but its first point end in its share of time."""
         self.index, self.driver = index, driver
         self.number, self.job = self.turns[index]
         self.crashes = self.measured = 0  # measured: points that were not recorded before
@@ -391,10 +381,7 @@ def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], 
 
 
 def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
-    """Return the exit code of a sweep. 0 if every point is ok, 3 if some are not, 4 if none is.
-
-    With ``auto``, a load or a batch that memory or a TensorRT plan has no room for is an answer, and counts as ok.
-    """
+    """Return a sweep's exit code: 0 if all is ok, else 3 or 4. With ``auto``, a lack of room is ok, too."""
     points = tuple(points)
     good = sum(point.status == "ok" for point in points)
     if not good:

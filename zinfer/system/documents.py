@@ -83,10 +83,7 @@ def _unread(path: Path, error: OSError) -> DocumentError:
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
-
-    Raises DocumentError, as `open_regular` does; FileNotFoundError if there is no such file.
-    """
+    """Return a regular file's content, at most `limit` bytes. Raises DocumentError, FileNotFoundError."""
     stream = open_regular(path)
     try:
         with stream:

@@ -72,10 +72,7 @@ def handed_back() -> None:
 
 
 def interruption(error: BaseException | None) -> int | None:
-    """Return the signal that `error`, or its cause, stands for; None if there is none.
-
-    A KeyboardInterrupt that names no signal stands for SIGINT.
-    """
+    """Return the signal that `error` or its cause stands for, or None. Unnamed, it is SIGINT."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -126,10 +123,7 @@ def _end(number: int) -> None:
 
 
 def with_parent() -> None:
-    """End this process with the parent that the environment names (`PARENT`).
-
-    All that it starts, such as compilers, ends with it if it leads a process group.
-    """
+    """End this process with the parent that `PARENT` names, and its group."""
     parent = os.environ.pop(PARENT, "")
     if not parent.isdigit():
         return
@@ -144,10 +138,7 @@ def with_parent() -> None:
 
 
 def _keep() -> None:
-    """Start a shell that ends this process's group after this process.
-
-    The request of `with_parent` is not inherited: a compiler that was started would go on for minutes.
-    """
+    """Start a shell that ends this process's group: children do not inherit `with_parent`'s request."""
     import subprocess
 
     reader, writer = os.pipe()  # closed in programs that are started

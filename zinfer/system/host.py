@@ -19,10 +19,7 @@ GROWN = 0.9  # share of a control group's limit: a host with less memory than th
 
 
 def slug() -> str:
-    """Return a name for this machine by its hardware: ``nvidia-h100-80gb-hbm3-x4`` or ``cpu-amd-epyc-2-cores``.
-
-    Measures nothing and does not import torch.
-    """
+    """Return this machine's name by its hardware: ``nvidia-h100-80gb-hbm3-x4``, ``cpu-amd-epyc-2-cores``."""
     return name_of(gpus())
 
 
@@ -36,10 +33,7 @@ def gpus() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield NVML, or None without a driver, and close it.
-
-    An NVML that stays open works in no process that is forked from this one.
-    """
+    """Yield NVML, or None without a driver. It is closed: open, it would not work in forks."""
     try:
         import pynvml as nvml
 
@@ -95,10 +89,7 @@ def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
 
 
 def package_version(package: str) -> str:
-    """Return the installed version of a distribution, without importing it; empty if it is not installed.
-
-    PyPI's wheel of torch names its build (``+cu130``) in `torch/version.py` alone.
-    """
+    """Return a distribution's version, or an empty text, without importing it. Torch's has its build: ``+cu130``."""
     try:
         distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -158,10 +149,7 @@ def oom_kills(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int:
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Return limit and used bytes of each control group with a limit.
-
-    Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
-    """
+    """Return limit and used bytes of each limited control group."""
     limited = []
     for folder, first in _control_groups("memory", groups, root):
         with contextlib.suppress(OSError, ValueError):
@@ -239,10 +227,7 @@ class NumaNode(NamedTuple):
 
 
 def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
-    """Return the NUMA node of the device at a PCI address (``0000:3b:00.0``).
-
-    None if the machine has only one, if the kernel does not know, or if this process may use none of the node's CPUs.
-    """
+    """Return the NUMA node of a PCI device. None if there is one, if it is unknown, or has no CPU for us."""
     nodes = root / "devices/system/node"
     try:
         number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder

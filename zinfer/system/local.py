@@ -52,11 +52,7 @@ def results_folder() -> Path:
 
 
 def this_machine() -> Machine:
-    """Return this machine as probed, with the host memory usable now.
-
-    If there is none, the probe runs now, in a process of its own: a CUDA context in this one would take GPU memory from
-    a measurement. Raises MachineError if the probe fails.
-    """
+    """Return this machine as probed, with the host memory usable now. Raises MachineError."""
     path = results_folder() / "machine.json"
     if not path.is_file():
         _probe(path)
@@ -65,7 +61,7 @@ def this_machine() -> Machine:
 
 
 def _probe(path: Path) -> None:
-    """Run the probe in a process that ends with this one. Raises MachineError if it fails."""
+    """Probe in a process of its own: here a CUDA context would take GPU memory. Raises MachineError."""
     env = {**os.environ, PARENT: str(os.getpid())}
     with subprocess.Popen([*PROBE, "-o", str(path)], stdout=subprocess.DEVNULL, env=env, start_new_session=True) as run:
         try:

@@ -9,10 +9,7 @@ from zinfer.system import documents
 
 
 def load(reference: str | Path) -> Machine:
-    """Return the machine of a catalogue name, a `machine.json` or its folder.
-
-    Raises MachineError, in one line, for anything else.
-    """
+    """Return the machine of a catalogue name, a `machine.json` or its folder. Raises MachineError."""
     if str(reference) in catalogue():
         return Machine(name=str(reference), **catalogue()[str(reference)])
     path = Path(reference)

@@ -23,10 +23,7 @@ def draw(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
 def ask(
     server: Server, prompt: Sequence[int], output_len: int, ready: Callable[[], object] = lambda: None
 ) -> Completion:
-    """Have a prompt continued by exactly `output_len` tokens, sent once `ready` returns.
-
-    Raises EngineError for another answer, ServerDied where the connection breaks.
-    """
+    """Have a prompt continued by `output_len` tokens, once `ready` returns. Raises EngineError, ServerDied."""
     request = body(server.model, prompt, output_len, server.preset.body)
     ready()
     try:

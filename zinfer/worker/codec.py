@@ -42,8 +42,7 @@ class Stored:
 
 
 def find(path: Path) -> Stored:
-    """Find the matrices of floats in a checkpoint or safetensors file. Raises StudyError or CheckpointError where there
-    is nothing to code."""
+    """Find the float matrices of a checkpoint or safetensors file. Raises StudyError, CheckpointError."""
     if not path.exists() or not (path.is_dir() or path.suffix == ".safetensors"):
         raise StudyError(f"{path} is neither the folder of a checkpoint nor a .safetensors file")
     checkpoint = Checkpoint.open(path) if path.is_dir() else Checkpoint.of_file(path)

@@ -147,11 +147,7 @@ def measure_server(
     enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
     on_progress: Progress = silent,
 ) -> None:
-    """Fill `samples` with up to `repeats` runs of `workload` on a server.
-
-    A batch is as many requests at once; a step ends when each of them has one more token. Prompts differ in each run,
-    so that no cache of prefixes helps. Raises EngineError for answers of other lengths.
-    """
+    """Fill `samples` with up to `repeats` runs on a server; prompts differ. Raises EngineError for other lengths."""
     server.prepare(workload)
     lengths = [workload.input_len] * workload.batch_size
     with Telemetry(server.device, server.plan.placement.gpus) as telemetry:

@@ -133,8 +133,7 @@ def import_engine(target: str, early: bool) -> "MakeEngine":
 
 
 def load(session: Session, command: Load, find: "Callable[[str, bool], MakeEngine]" = import_engine) -> Facts:
-    """Load the engine that `find` returns for the command's target. Raises what that raises, and CheckpointError for
-    weights that have changed by its end."""
+    """Load the engine that `find` returns. Raises its errors, and CheckpointError for changed weights."""
     plan = command.plan
     session.facts = facts_of(plan)
     session.on_progress("starting", 0.0)
@@ -205,8 +204,7 @@ def measure(session: Session, command: Measure) -> Measurement:
 
 
 def begin_point(session: Session) -> None:
-    """Note the time at which a point begins. Free memory, and reset its peaks. Before the first one of a load, the
-    links of several GPUs are measured."""
+    """Free memory, reset its peaks, note the time; before a load's first point, measure several links."""
     from zinfer.worker.probe import measure_links
 
     session.engine.clear()  # it may keep the memory of the last batch for the next one

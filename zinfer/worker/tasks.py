@@ -88,8 +88,7 @@ class Measure(Command[Measurement]):
 
 
 class MeasureRequests(Command[RequestPoint]):
-    """Measure requests, in their order, as a load. A request without a prompt gets as many random tokens as
-    `input_lens` has for it."""
+    """Measure requests as a load. Those without a prompt get as many random tokens as `input_lens` says."""
 
     case: Case
     load: RequestLoad
@@ -149,8 +148,7 @@ class BatchStep(Command[BatchStepped]):
 
 
 class PrefixReuse(Command[Reload]):
-    """Time the first token after `context` tokens, computed and reloaded. All but `new_tokens` are reloaded from host
-    memory."""
+    """Time the first token after `context` tokens. All but `new_tokens` are reloaded, or all computed."""
 
     context: int
     new_tokens: int
@@ -189,8 +187,7 @@ class LogitsCompared(Message):
 
 
 class LogitsCompare(Command[LogitsCompared]):
-    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones. The first row is row
-    `first` of the record."""
+    """Compare logits along `tokens` with recorded ones. `tokens` follow `prompts`; `first` is the first row's."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]

@@ -24,8 +24,7 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 
 
 class Forced:
-    """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest. `logits` are the last step's, ``[B,
-    V]``."""
+    """Sampler of given tokens, ``[B, steps]``, -1 for the likeliest. `logits`: the last, ``[B, V]``."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = iter(tokens.unbind(1))

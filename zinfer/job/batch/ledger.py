@@ -46,11 +46,10 @@ class Ledger(Closing):
 
     @classmethod
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
-        """Start or continue the job of `settings` in `output`. `created` is used if this is its first start.
+        """Start or continue the job of `settings` in `output`. A first start is at `created`.
 
-        With `force` the answers of another job stay, and this one adds missing answers. Raises JobChanged if
-        `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
-        written; nothing is changed then.
+        With `force` the answers of another job stay. Raises JobChanged for another job's output, StoreError for one
+        that is no batch output, that another process writes, or that cannot be written; nothing is changed then.
         """
         ledger = cls(AppendLog.open(output))
         try:

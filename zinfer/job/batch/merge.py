@@ -23,11 +23,10 @@ class Merged(NamedTuple):
 
 
 def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], force: bool = False) -> Merged:
-    """Write the answers of all shards to `output`, in the requests' order.
+    """Write all answers to `output` in order, or leave it as it was.
 
-    `prompts` is the digest of the requests' file as .job files have it. Raises ShardError if the shards are not those
-    of one job with these requests, if an answer is missing, given twice or of no request, or if `output` has anything
-    else and `force` is not set; StoreError if a file cannot be read. `output` is whole or as it was.
+    `prompts` is the digest of the requests' file. Raises ShardError for shards of several jobs or of other requests,
+    for answers that are missing, doubled or foreign, and for another `output` without `force`; StoreError.
     """
     shards = whole_split(output)
     header = _header(shards, output, prompts)

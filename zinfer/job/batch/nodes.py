@@ -35,10 +35,7 @@ class NodesError(ZinferError):
 
 @contextmanager
 def connected(address: str, debug: bool = False) -> Iterator[Any]:
-    """Connect to the Ray cluster at `address`, and yield the module.
-
-    It is ``auto``, ``host:port``, or ``local`` for a cluster of this machine alone. Raises NodesError.
-    """
+    """Connect to Ray at `address` (``auto``, ``local``, ``host:port``); yield the module. Raises NodesError."""
     try:
         import ray
     except ImportError:
@@ -59,11 +56,7 @@ def connected(address: str, debug: bool = False) -> Iterator[Any]:
 
 
 def shares(nodes: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:
-    """Return the number of nodes, and the resources of a shard.
-
-    These are all GPUs of the smallest node, or without any GPU all CPUs. Raises NodesError if there is nothing to run
-    on.
-    """
+    """Return the number of nodes, and a shard's resources: all GPUs, or CPUs, of the smallest. Raises NodesError."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     for kind in ("GPU", "CPU"):
         able = [resources[kind] for resources in alive if resources.get(kind, 0) >= 1]
@@ -75,11 +68,7 @@ def shares(nodes: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:
 def answer_on_nodes(
     command: Sequence[str], output: Path, address: str, debug: bool, on_message: Callable[[str], None]
 ) -> None:
-    """Run `command` for each shard of `output` on Ray's nodes.
-
-    Raises ShardError for shards of two jobs, Interrupted on SIGINT and SIGTERM, NodesError if the cluster cannot be had
-    or a shard fails.
-    """
+    """Run `command` for each shard of `output` on Ray's nodes. Raises ShardError, NodesError, Interrupted."""
     begun = shards_begun(output)
     with connected(address, debug) as ray, Signals() as signals:
         count, resources = shares(ray.nodes())

@@ -129,10 +129,7 @@ def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int) 
 def answer(
     line: BatchLine, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
 ) -> dict[str, Any]:
-    """Return the output object of a line that was continued.
-
-    `tokens` counts the prompt's and the answer's tokens; `finish_reason` is ``stop`` or ``length``.
-    """
+    """Return the output object of a continued line. `tokens` are the prompt's and the answer's."""
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
     identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, text, finish_reason)]
     body = completion_object(identity, created, model, chat, choices, usage_object(tokens))
@@ -140,10 +137,7 @@ def answer(
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
-    """Return the output object of a line that cannot be served. OpenAI's status 400.
-
-    `error` says the same: other programs look for it there.
-    """
+    """Return the output object of a line that cannot be served: status 400, and `error` for other programs."""
     key = fault.id.removeprefix("batch_req_")
     body = error_object(fault.message, fault.code, fault.param)
     response = {"status_code": 400, "request_id": f"req_{key}", "body": body}

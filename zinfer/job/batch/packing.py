@@ -34,11 +34,7 @@ def fitting(planner: Planner, needs: Sequence[Need]) -> list[bool]:
 def best_plan(
     cases: Iterable[Case], needs: Sequence[Need], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
-    """Return the plan of the best load, for its longest row.
-
-    It is the one that has room for most of `needs`, then the fastest at its best batch of no more rows than these. If
-    no load can run, it is the last one's plan, with the reason.
-    """
+    """Return the best load's plan for its longest row. Most of `needs` fit, then it is fastest; or it says why not."""
     length, left = (max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True))
     typical = length, left
     mean = workload_of(typical)
@@ -59,10 +55,7 @@ def best_plan(
 def typical_plan(
     cases: Sequence[Case], model: ModelSpec, machine: Machine, nvme_path: str | None, rows: int | None, waiting: int
 ) -> tuple[Plan, Workload | None]:
-    """Return the best plan for unknown requests, and the largest load.
-
-    The latter is None, and the plan has the reason, where nothing fits. At most `rows` rows run, and `waiting` wait.
-    """
+    """Return the best plan for unknown requests, and its largest load. Where nothing fits, that is None."""
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
     typical = max(1, min(INPUT, positions - output)), output

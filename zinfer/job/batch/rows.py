@@ -16,12 +16,10 @@ def requests_of(
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Request], list[Fault]]:
-    """Return lines as requests, and faults for lines that cannot be served.
+    """Return lines as requests, keyed by their numbers, and the faults.
 
-    A request's key is the number of its line. `prompts` are the prompts' token ids, or the reasons why there are none;
-    `positions` and `vocab_size` those of the model; `output_len` is the limit of a line that names none, as far as
-    there are positions for it; `output_ids` are the tokens made so far, by id. A row begins again if it cannot have
-    made them: as many as its limit, or one that the model does not have.
+    `prompts` are token ids or refusals; `positions` and `vocab_size` the model's; `output_len` limits a line that names
+    no limit. `output_ids` are tokens made so far, by id: a row that cannot have made them begins again.
     """
     requests: list[Request] = []
     faults: list[Fault] = []

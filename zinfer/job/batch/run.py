@@ -103,11 +103,7 @@ class BatchJob:
         self._ahead = AHEAD
 
     def run(self) -> BatchProgress:
-        """Answer every row.
-
-        Raises Interrupted on SIGINT and SIGTERM, JobFailed when no worker can be had or batches fail one after the
-        other, StoreError when an answer cannot be written; no worker is left behind.
-        """
+        """Answer every row. Raises Interrupted, JobFailed without a worker or if batches go on failing, StoreError."""
         with Signals() as self.driver.signals, self.driver:
             try:
                 while self._waiting or self._sent:

@@ -397,11 +397,8 @@ def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
 
 
 async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:
-    """Return the body of a request, whose bytes the `desk` counts.
-
-    Raises Refused for one that is not declared as JSON, which a page in a browser could send unasked, that is too
-    large or comes too slowly, and if all requests together hold too much.
-    """
+    """Return a request's body, whose bytes `desk` counts. Raises Refused if it is large, slow, or not JSON."""
+    # A page in a browser could send a body of another type unasked.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused("unsupported_media_type", "send the body as `Content-Type: application/json`", status=415)
     too_large = Refused("request_too_large", f"the body may have {max_bytes:,} bytes at most", status=413)

@@ -26,10 +26,7 @@ BACKLOG = 4096  # connections that wait to be taken in
 
 
 class Connection(H11Protocol):
-    """Connection of a client, aborted if sending or reading takes too long.
-
-    If there are more than `limit`, the first of `idle`, which waits longest for the whole of a request, is aborted.
-    """
+    """Connection of a client, aborted if slow. Beyond `limit` connections the first of `idle` is aborted."""
 
     def __init__(self, idle: dict["Connection", None], limit: int, **settings: Any) -> None:
         super().__init__(**settings)

@@ -162,11 +162,7 @@ class Dispatcher:
         return len(self._unbegun)
 
     def submit(self, rows: Sequence[Answer]) -> None:
-        """Let the rows of a request wait for their turn.
-
-        Raises Refused while the worker loads, when the server ends, and when too many rows wait, of which one request's
-        count for a sixteenth of the queue at most.
-        """
+        """Let a request's rows wait for their turn. Raises Refused while loading, ending, or if too many wait."""
         with self._changed:
             if self.state == "loading":
                 raise Refused("unavailable", "the model is being loaded", status=503, retry_s=RETRY_S)

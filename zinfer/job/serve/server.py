@@ -31,10 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def logged(write: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that has a thread write lines: the event loop waits for no terminal.
-
-    Lines are left out while too many wait.
-    """
+    """Return a function that has a thread write lines. Where too many wait, they are dropped."""
     lines: queue.Queue[str] = queue.Queue(LINES)
 
     def run() -> None:
@@ -79,10 +76,7 @@ class HttpServer:
         return self.dispatcher.fault
 
     def drain(self) -> None:
-        """Begin to end: running requests have their time, new ones are refused. A second call ends them at once.
-
-        For any thread, and for handlers of signals.
-        """
+        """End once running requests have had their time. At a second call at once; from any thread."""
         self._from_outside(self._drain)
 
     async def _run(self) -> None:

@@ -305,7 +305,7 @@ def _description(name: str) -> str:
     header, path = read(RESULTS / f"{name}.jsonl").headers[0], RECIPES / f"{Path(name).name}.toml"
     if header.description or not path.exists():
         return header.description
-    recipe = documents.parse_toml(path.read_bytes(), path)
+    recipe = documents.read_toml(path)
     axes = {key: recipe[key] for key in ("model", "engine", "layers", "gpu_weights") if key in recipe}
     same = all(header.recipe.get(key) == (value if isinstance(value, list) else [value]) for key, value in axes.items())
     return str(recipe["description"]) if same else ""

@@ -1,13 +1,9 @@
 """Text of a growing sequence, for stops and for streams."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from zinfer.generation import tuning
-from zinfer.generation.tokenizer import CONTEXT, UNFINISHED
-
-if TYPE_CHECKING:
-    from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, Tokenizer
 
 
 class RunningText:
@@ -17,7 +13,7 @@ class RunningText:
         self._settled, self._text, self._head = 0, "", ""  # first tokens, their text, and that of the last of them
         self._latest: tuple[int, str] = 0, ""  # all tokens at the last time, and their text
 
-    def of(self, tokenizer: "Tokenizer", ids: list[int], before: Sequence[int]) -> str:
+    def of(self, tokenizer: Tokenizer, ids: list[int], before: Sequence[int]) -> str:
         """Return the text of `ids`, which continues that of `before`."""
         if self._latest[0] == len(ids):
             return self._latest[1]

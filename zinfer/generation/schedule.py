@@ -17,7 +17,7 @@ This module runs no model: `Schedule.plan` returns the `Move`s and the works of 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
@@ -38,8 +38,6 @@ from zinfer.plan import search
 from zinfer.plan.planner import Plan, Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zinfer.engine.base import MicroBatch
 
 NONE: Mapping[int, int] = MappingProxyType({})
@@ -217,7 +215,7 @@ class Schedule:
     step: int = field(default_factory=lambda: tuning.TUNED.growth)
     slack: float = 0.0
     ahead: int = 0
-    reusable: "Callable[[Sequence], int]" = lambda _row: 0
+    reusable: Callable[[Sequence], int] = lambda _row: 0
     batches: list[PlannedBatch] = field(default_factory=list)
     waiting: Queue[Sequence] = field(init=False)
     begun: list[Sequence] = field(default_factory=list)  # rows that the last plan admits

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -44,10 +43,8 @@ from zinfer.generation.schedule import (
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
+from zinfer.plan.planner import Plan
 from zinfer.system.host import host_bytes
-
-if TYPE_CHECKING:
-    from zinfer.plan.planner import Plan
 
 Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come next
 
@@ -597,7 +594,7 @@ def _choose(
     return tokens, finite, scores_by_index
 
 
-def max_batch_positions(plan: "Plan") -> int:
+def max_batch_positions(plan: Plan) -> int:
     """Return the maximum of positions in one micro-batch. Attention of grouped heads with padding copies a layer's keys
     and values for each query head."""
     model, memory = plan.model, plan.machine.device_bytes

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 from zinfer.core.request import Request
 from zinfer.generation.detokenizer import RunningText, before_a_stop, common
-from zinfer.generation.tokenizer import UNFINISHED
+from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
 
 if TYPE_CHECKING:
     from zinfer.generation.logit_edits import LogitEdits
     from zinfer.generation.sampling import Score
-    from zinfer.generation.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
@@ -60,7 +59,7 @@ class Sequence(Request):
         """Tokens whose text its own continues."""
         return [] if self.chat else self.prompt_ids
 
-    def new_text(self, tokenizer: "Tokenizer") -> str:
+    def new_text(self, tokenizer: Tokenizer) -> str:
         """Return the text that was not `shown` before. That is all of it once the sequence has ended, else the text
         without the bytes of an unfinished character, spaces that the next token may take back, and what may become one
         of the texts that end it. Each piece is cut from the text of all tokens so far, so that the pieces joined make

@@ -95,10 +95,8 @@ class Forecast:
     def outlook(self) -> Outlook:
         """Return the points and the seconds as they are now."""
         left = [seconds for points in self._left for seconds in points.values()]
-        if None in left:
-            return Outlook(self._done, self._done + len(left), self._exact, None)
         seconds_left = self._scale * (sum(self._loads) + sum(seconds or 0.0 for seconds in left))
-        return Outlook(self._done, self._done + len(left), self._exact, seconds_left)
+        return Outlook(self._done, self._done + len(left), self._exact, None if None in left else seconds_left)
 
     def seconds(self, index: int, key: Key) -> float:
         """Return the seconds of a point to come; 0 if unknown."""

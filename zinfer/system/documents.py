@@ -137,20 +137,14 @@ def parse_json(
         raise DocumentError(f"{name} is damaged: {error}") from None
 
 
-def parse_toml(content: bytes, name: object) -> dict[str, Any]:
-    """Return the tables of a TOML document; `name` is its file, for messages. Raises DocumentError."""
-    try:
-        return tomllib.loads(decode(content, name))
-    except DocumentError:
-        raise
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise DocumentError(f"{name} is damaged: {why}") from None
-
-
 def read_toml(path: Path, limit: int = RECIPE_BYTES) -> dict[str, Any]:
     """Return the tables of the TOML file `path`. Raises DocumentError; FileNotFoundError if it is missing."""
-    return parse_toml(read_bytes(path, limit), path)
+    text = decode(read_bytes(path, limit), path)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise DocumentError(f"{path} is damaged: {why}") from None
 
 
 def catalogue(folder: Path) -> dict[str, Path]:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
@@ -133,18 +133,11 @@ def shows_unicode() -> bool:
 @contextmanager
 def guarded() -> Iterator[None]:
     """Put a `Guard` before stdout and stderr; let stdin keep bad bytes."""
-    streams = sys.stdout, sys.stderr
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    guards: tuple[Any, Any] = Guard(sys.stdout), Guard(cast("TextIO", Droppable(sys.stderr)))
-    sys.stdout, sys.stderr = guards
-    try:
+    stdout, stderr = Guard(sys.stdout), Guard(cast("TextIO", Droppable(sys.stderr)))
+    with redirect_stdout(cast("TextIO", stdout)), redirect_stderr(cast("TextIO", stderr)):
         yield
-    finally:
-        if sys.stdout is guards[0]:
-            sys.stdout = streams[0]
-        if sys.stderr is guards[1]:
-            sys.stderr = streams[1]
 
 
 def _encodable(text: str, stream: TextIO) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +19,13 @@ from torch import Tensor
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Engine, Work
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.server.engine import Server
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.bounds import SHORTEST_MS
 from zinfer.record.measurement import Span, Status, spans
 from zinfer.worker.client import ask_at_once, draw
-
-if TYPE_CHECKING:
-    from zinfer.engine.kv_snapshot import RowsPast
 
 WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
@@ -53,6 +51,12 @@ class Samples:
     status: Status = "ok"
     gpu: dict[str, Any] = field(default_factory=dict)
     timeline: tuple[Span, ...] = ()
+
+    def add(self, first_ms: float, step_ms: Sequence[float]) -> list[float]:
+        """Add a run; return the milliseconds of each whole run so far."""
+        self.ttft_ms.append(first_ms)
+        self.step_ms.append(tuple(step_ms))
+        return [first + sum(rest) for first, rest in zip(self.ttft_ms, self.step_ms, strict=True)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -121,15 +125,12 @@ def measure(
                 if not sampler.finite():
                     samples.status = "nan_output"
                     return
-                samples.ttft_ms.append(first_ms)
-                samples.step_ms.append(step_ms)
-                e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
-                if repeat + 1 == repeats or enough(e2e):
+                e2e_ms = samples.add(first_ms, step_ms)
+                if repeat + 1 == repeats or enough(e2e_ms):
                     samples.gpu = telemetry.summary()
+                    further = [Work(loop.batch, loop.tokens[:, None])]  # a step that counts for nothing
                     with suppress(Exception):
-                        samples.timeline = spans(
-                            engine.timeline([Work(loop.batch, loop.tokens[:, None])])
-                        )  # a step that counts for nothing
+                        samples.timeline = spans(engine.timeline(further))
                     return
         finally:
             samples.gpu = samples.gpu or telemetry.summary()
@@ -164,17 +165,14 @@ def measure_server(
             began = min(completion.asked for completion in completions)
             ends = [max(moments) for moments in zip(*(completion.tokens for completion in completions), strict=True)]
             first, *steps = [max(SHORTEST_MS, (end - last) * 1e3) for last, end in pairwise([began, *ends])]
-            samples.ttft_ms.append(first)
-            samples.step_ms.append(tuple(steps))
-            e2e = [first + sum(rest) for first, rest in zip(samples.ttft_ms, samples.step_ms, strict=True)]
-            if enough(e2e):
+            if enough(samples.add(first, steps)):
                 break
         samples.gpu = telemetry.summary()
 
 
 def _run_once(
     loop: DecodeLoop, token_ids: Tensor, workload: Workload, samples: Samples, tick: Callable[[int], None], clock: Clock
-) -> tuple[float, tuple[float, ...]]:
+) -> tuple[float, list[float]]:
     """Time one repeat: its prefill and its decode steps, in ms."""
     done, step_ms = len(samples.ttft_ms) * workload.output_len, list[float]()
     samples.stage = "prefill"
@@ -187,13 +185,13 @@ def _run_once(
         synchronize(loop.engine.device)
         step_ms.append((clock() - last) * 1e3)
         tick(done + step)
-    return first_ms, tuple(step_ms)
+    return first_ms, step_ms
 
 
 def first_token_ms(
     loop: DecodeLoop,
     token_ids: Tensor,
-    past: "RowsPast | None" = None,
+    past: RowsPast | None = None,
     reserve: int = 1,
     clock: Clock = time.perf_counter,
 ) -> float:

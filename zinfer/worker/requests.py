@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from zinfer.core.case import Workload
 from zinfer.core.errors import NotFiniteError
@@ -23,15 +23,13 @@ from zinfer.engine.server.completions import Completion
 from zinfer.engine.server.engine import Server
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.tokenizer import Tokenizer
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
 from zinfer.worker.client import ask, draw
 from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
 from zinfer.worker.tasks import MeasureRequests
-
-if TYPE_CHECKING:
-    from zinfer.generation.tokenizer import Tokenizer
 
 WARM_UP_ROWS, WARM_UP_TOKENS = 8, 3
 NAP_S = 0.5  # longest sleep between two messages of progress
@@ -143,7 +141,7 @@ def run_load(
     largest = largest_load(engine.planner, [(request.length, request.left) for request in requests], max_rows)
 
     def scheduler() -> ContinuousScheduler:
-        tokenizer = cast("Tokenizer", _NoText())
+        tokenizer = cast(Tokenizer, _NoText())
         return ContinuousScheduler(engine, tokenizer, largest, max_rows, arrivals=load.in_flight != "auto")
 
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:

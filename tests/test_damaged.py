@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoints import save_checkpoint
-from tests.damage_files import damage_json, damage_safetensors, damage_text
+from tests.damage_files import damage_bytes, damage_header, damage_json, damage_text
 from tests.test_architecture import CONFIGS
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.configuration import CheckpointWarning
@@ -84,7 +84,8 @@ FILES: dict[str, tuple[Callable[[random.Random, Path], str], Callable[[Path], No
     "tokenizer.json": (damage_json, load_text),
     "chat_template.jinja": (damage_text, load_text),
     "model.safetensors.index.json": (damage_json, load_weights),
-    "*.safetensors": (damage_safetensors, load_weights),
+    "*.safetensors": (damage_bytes, load_weights),
+    "model-*.safetensors": (damage_header, load_weights),
 }
 
 

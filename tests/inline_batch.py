@@ -28,16 +28,10 @@ from zinfer.record.measurement import Status
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import (
-    BatchStart,
-    BatchStarted,
-    BatchStep,
-    BatchStepped,
-    Facts,
-    Load,
-)
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Facts, Load
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
+PLAN = make_plan(CASE, SPEC, MACHINE)
 ADD = Ledger.add
 SETTINGS = {"prompts": "abc", "model": "fake"}
 
@@ -192,7 +186,7 @@ def run_inline(
     **more: Any,
 ) -> BatchProgress:
     """Run or continue a job whose answers are in `path`."""
-    plan = plan or make_plan(CASE, SPEC, MACHINE)
+    plan = plan or PLAN
     requests = read_requests(b"\n".join(lines))
     with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
         ledger.add(

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, text
+from tests.inline_batch import PLAN, text
 from tests.serving import NAME, ServedRows, Server, request, serving
 from zinfer.job.serve import server as serve_server
-from zinfer.plan.planner import make_plan
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load
 
-PLAN = make_plan(CASE, SPEC, MACHINE)
 TEXTS = "/v1/completions"
 ASKED = {"prompt": "a3/9", "max_tokens": 4}
 KEY = {"authorization": "Bearer secret"}
@@ -31,8 +28,7 @@ def lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(lines: list[str]) -> Iterator[Server]:
-    worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", log=lines.append) as running:
+    with serving(PLAN, ServedRows(), key="secret", log=lines.append) as running:
         yield running
 
 
@@ -84,7 +80,7 @@ def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -
 
 def test_no_page_of_another_origin_may_use_it() -> None:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker) as server:
+    with serving(PLAN, worker) as server:
         asks = {"origin": PAGE, "access-control-request-method": "POST"}
         actual, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
         assert (actual, headers["allow"]) == (405, "POST")
@@ -127,7 +123,7 @@ def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.Monkey
         shown.append(line)
 
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, log=write) as server:
+    with serving(PLAN, worker, log=write) as server:
         for _ in range(20):
             assert server.ask("/health")[0] == 200
         server.wait(lambda: server.metric("zinfer_requests_total") == 20)

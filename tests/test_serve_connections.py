@@ -10,22 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, text
+from tests.inline_batch import PLAN, text
 from tests.serving import ServedRows, Server, request, serving
 from tests.test_serve_command import ask, process
 from zinfer.job.serve import connections
-from zinfer.plan.planner import make_plan
 
-PLAN = make_plan(CASE, SPEC, MACHINE)
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
 UNFINISHED = request(b'{"prompt": ', length=1000)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret") as running:
+    with serving(PLAN, ServedRows(), key="secret") as running:
         yield running
 
 
@@ -113,7 +109,7 @@ def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.
     """Fill all buffers with thousands of requests on one connection."""
     monkeypatch.setattr(connections, "STALLED_S", 0.3)
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", buffer=4096) as server:
+    with serving(PLAN, worker, key="secret", buffer=4096) as server:
         deaf = socket.socket()
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(60)
@@ -127,7 +123,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
     """Connections with a request under way stay; while all have one, others are refused."""
     monkeypatch.setattr(connections, "max_connections", lambda: 6)
     worker = ServedRows(pause_s=0.01)
-    with serving(PLAN, lambda: worker) as server, connected(server, 1) as (busy,):
+    with serving(PLAN, worker) as server, connected(server, 1) as (busy,):
         stream = request({"prompt": "a3/600", "max_tokens": 600, "stream": True})
         busy.sendall(stream)
         assert busy.recv(20).startswith(b"HTTP/1.1 200")
@@ -151,7 +147,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
 def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 6)
     worker = ServedRows()
-    with serving(PLAN, lambda: worker) as server, connected(server, 20) as slow:
+    with serving(PLAN, worker) as server, connected(server, 20) as slow:
         for connection in slow:
             connection.sendall(UNFINISHED)
         assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
@@ -165,7 +161,7 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end(
     """Its connection closes with the last ones, without a traceback."""
     monkeypatch.setattr("zinfer.job.serve.server.LAST_S", 0.3)
     worker = ServedRows()
-    with serving(PLAN, lambda: worker) as server, connected(server, 1) as (slow,):
+    with serving(PLAN, worker) as server, connected(server, 1) as (slow,):
         slow.sendall(UNFINISHED)
         server.wait(lambda: open_at(server) == 1)
         assert server.ask("/health")[0] == 200

@@ -16,15 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import PATIENCE_S
-from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, prompt_ids, text
+from tests.inline_batch import PLAN, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, request, serving
 from zinfer.job.serve import app, connections, dispatcher
-from zinfer.plan.planner import make_plan
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Answer, BatchStart, BatchStarted, BatchStep, BatchStepped, Command
 
-PLAN = make_plan(CASE, SPEC, MACHINE)
 SECRET = "authorization: Bearer secret"
 KEY = {"authorization": "Bearer secret"}
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -35,8 +32,7 @@ POISON = prompt_ids("a5/30")[0]
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", max_waiting=8, max_bytes=4096) as running:
+    with serving(PLAN, ServedRows(), key="secret", max_waiting=8, max_bytes=4096) as running:
         yield running
 
 
@@ -188,7 +184,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
             gate.wait(PATIENCE_S)
 
     worker.before = hold
-    with serving(PLAN, lambda: worker, rows=1, max_waiting=2) as server:
+    with serving(PLAN, worker, rows=1, max_waiting=2) as server:
         prompts = [f"a3/{size}" for size in range(20, 32)]
         threads, answers = asked_at_once(server, prompts)
         server.wait(lambda: len(answers) == 10)
@@ -221,7 +217,7 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
             return super()._step(session, request)
 
     worker = Noting()
-    with serving(PLAN, lambda: worker, rows=2, max_waiting=8) as server:
+    with serving(PLAN, worker, rows=2, max_waiting=8) as server:
         stops = ["x" * 1000] * 16
         many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": stops, "max_tokens": 3}
         answers: list[Any] = []
@@ -284,7 +280,7 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     worker = ServedRows(pause_s=0.05)
-    with serving(PLAN, lambda: worker) as server:
+    with serving(PLAN, worker) as server:
         kinds = ((30, True), (28, False))
         running = [parts(server, {"prompt": f"a3/{size}", "stream": stream}) for size, stream in kinds]
         server.wait(lambda: len(worker.alive) == 2)
@@ -306,7 +302,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 
 def test_a_drain_has_an_end() -> None:
     worker = ServedRows(pause_s=0.05)
-    with serving(PLAN, lambda: worker, drain_s=0.2) as server:
+    with serving(PLAN, worker, drain_s=0.2) as server:
         connection = parts(server, {"prompt": "a3/10000", "max_tokens": 10000})
         server.wait(lambda: len(worker.alive) == 1)
         began = time.monotonic()
@@ -372,7 +368,7 @@ def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.Mon
     """Its buffers fill, then nothing more is sent; others are answered; after a time its row is dropped."""
     monkeypatch.setattr(connections, "STALLED_S", 0.5)
     worker = ServedRows(steps=1)
-    with serving(PLAN, lambda: worker, buffer=4096) as server:
+    with serving(PLAN, worker, buffer=4096) as server:
         stuck = socket.socket()
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.server.port))
@@ -407,7 +403,7 @@ def check_load(count: int, **more: Any) -> None:
     refusal, and that nothing is left of any.
     """
     worker = ServedRows(steps=8)
-    with serving(PLAN, lambda: worker, **more) as server:
+    with serving(PLAN, worker, **more) as server:
         prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]
         answers = asyncio.run(many(server.server.port, count, lambda number: {
             "prompt": prompts[number], "stream": number % 3 == 0, "temperature": 0, "max_tokens": 30,
@@ -473,7 +469,7 @@ def test_slow_readers_get_their_whole_text() -> None:
     async def all_of_them(port: int) -> list[bytes]:
         return await asyncio.gather(*(read(port, number) for number in range(200)))
 
-    with serving(PLAN, lambda: worker, rows=64) as server:
+    with serving(PLAN, worker, rows=64) as server:
         for number, answer in enumerate(asyncio.run(all_of_them(server.server.port))):
             lines = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
             assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == text(f"a3/{100 + number}", 300)

@@ -15,8 +15,7 @@ BLOCK = 32
 
 def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tensor], Tensors | None]) -> Path:
     """Replace the decoder layers' matrices by what `change` makes of them. None keeps a matrix. Write one file, and put
-    `config` into config.json as its quantization_config.
-    """
+    `config` into config.json as its quantization_config."""
     tensors: Tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -121,8 +120,7 @@ def compressed(directory: Path, kind: str) -> Path:
 
 def _words(codes: Tensor, bits: int) -> Tensor:
     """Pack codes ``[n, m]`` along the rows into int32. The result is ``[n, m * bits / 32]``, the first code in the
-    lowest bits.
-    """
+    lowest bits."""
     parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
     packed = (parts << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
@@ -172,8 +170,7 @@ def mxfp4(directory: Path) -> Path:
 
 def modelopt(directory: Path, kind: str, separate: bool = False) -> tuple[Path, Tensors]:
     """Checkpoint as ModelOpt exports it. It has scales of activations and of the KV cache, and the weights in the
-    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `separate`, config.json does not know.
-    """
+    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `separate`, config.json does not know."""
     expected = Tensors()
 
     def change(name: str, tensor: Tensor) -> Tensors:

@@ -69,8 +69,7 @@ def _free_port() -> int:
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Run a Slurm of one node with partitions ``low`` and ``high``. Yield the environment that its commands need.
-    `folder` must be readable for munge: not below a private folder.
-    """
+    `folder` must be readable for munge: not below a private folder."""
     folder.chmod(0o755)
     for name in ("state", "spool"):
         (folder / name).mkdir()

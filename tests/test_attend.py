@@ -27,8 +27,7 @@ LESSER = ("x86-64-v3", "x86-64")  # without AVX-512, and without AVX2
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skip a test of compiled code without a C compiler. Torch's substitute is tested everywhere. An error in
-    `attend.c` itself does not skip the test.
-    """
+    `attend.c` itself does not skip the test."""
     trial = tmp_path_factory.mktemp("compiler") / "trial.c"
     trial.write_text("#include <stdint.h>\n#include <string.h>\nint trial(void) { return 0; }\n")
     for name in filter(None, map(shutil.which, cpu_kernel.COMPILERS)):
@@ -188,8 +187,7 @@ def test_every_half_is_read_right() -> None:
 @pytest.mark.parametrize("lesser", [pytest.param(LESSER[0], marks=pytest.mark.slow), LESSER[1]], indirect=True)
 def test_every_processor_computes_the_same(lesser: None) -> None:
     """Sizes that fill the vector registers, exceed them, or fall short. For each width of registers, in rows and
-    elements.
-    """
+    elements."""
     for dtype, sizes in product((*DTYPES, torch.int8), ((128, 128), (40, 33), (300, 80), (33, 1))):
         for count in (1, 2, 3, 4, 9):
             check_attention(

@@ -48,8 +48,7 @@ def rows() -> tuple[PredictedPoint, ...]:
 def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
     """Holds for all points of `stream` with offload but `MISSED`. The misses of the peers are known: DeepSpeed's
     prefill at its edge, where its allocator is short of memory; Accelerate's pageable copies, whose rate differs
-    between hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do.
-    """
+    between hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do."""
     everything = {row.case: error for row in rows if (error := row.error("tok_s")) is not None}
     measured = {row.case for row in rows if "tok_s" in row.measured}
     assert {case.offload for case in measured - everything.keys()} == {"nvme"}, "of a disk whose rate is not known"
@@ -125,8 +124,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
 
 def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[PredictedPoint, ...]) -> None:
     """DeepSpeed holds one layer of BLOOM, and two of smaller models. The settings are the same. Ours counts as a share
-    of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more.
-    """
+    of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more."""
     errors = {row.case: error for row in rows if (error := row.error("gpu_bytes")) is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05

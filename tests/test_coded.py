@@ -76,8 +76,7 @@ def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: A
 
 def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return a model's entries as loaded and as sent, codes expanded. The third result has the names of those sent
-    coded.
-    """
+    coded."""
     state = ModelState(spec, load_format)
     plain = {name: tensor.clone() for name, tensor in state.load(CPU)}
     expanded, coded = dict[str, Tensor](), set[str]()

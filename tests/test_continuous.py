@@ -178,8 +178,7 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
 
 def crowded(engine: Engine, patch: Patch) -> tuple[list[sequence.Sequence], list[int]]:
     """Run and return eight rows, some of which give way, with limits. Admission is made to expect that rows end at
-    once, so that memory falls short.
-    """
+    once, so that memory falls short."""
     small(patch, 60)
     running = begin(engine, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)

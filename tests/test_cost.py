@@ -258,8 +258,7 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
     """CPU and link share host memory bandwidth where it is scarce. The CPU gets its share and the link a twentieth
-    less. Fewer cores take nothing from the link, and have the whole time of a layer.
-    """
+    less. Fewer cores take nothing from the link, and have the whole time of a layer."""
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
     machine = machine.model_copy(update={"details": {"host": {"cores": 32}}})
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
@@ -403,8 +402,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
     """Memory of an expert prefill in rows. Grouped products hold the hidden values, gate and up, the activation of the
-    gate, and their product.
-    """
+    gate, and their product."""
     spec = resolve.resolve(name, None, None)
     assert spec.experts_per_token == factor
     tokens, placement = 512, Placement(tier="host")

@@ -48,8 +48,7 @@ def attempt(run: Callable[[], object], what: str) -> str:
 
 def load_text(folder: Path) -> None:
     """Load the tokenizer in this process and read two prompts. Load it first as its own process does, then as a worker
-    does.
-    """
+    does."""
     spec, template = resolve(str(folder)), tokenizer_files.chat_template(folder)
     tokenizer, _ = tokenizer_server.load(what_to_load(spec, template))
     prompts: list[Any] = ["Once", [{"role": "user", "content": "Once"}]]

@@ -21,8 +21,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 def inputs(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Return numbers and scales of a cache with spare room. It has other rows and positions, small and large scales,
-    and NaN.
-    """
+    and NaN."""
     rows, heads, positions, size = shape
     dice = torch.Generator().manual_seed(size)
     numbers = torch.randint(-127, 128, (rows + 1, heads, positions + 5, size), generator=dice).to(torch.int8)

@@ -39,8 +39,7 @@ assert recorder  # a fixture
 
 def like(directory: Path, target: Path, noise: float) -> Path:
     """Write a checkpoint with the weights of `directory` plus noise. Each weight is off by about `noise` of their
-    spread.
-    """
+    spread."""
     shutil.copytree(directory, target)
     torch.manual_seed(3)
     for path in sorted(target.glob("*.safetensors")):
@@ -146,8 +145,7 @@ def test_rows_come_pause_and_leave(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Rows leave, wait in host memory, return, or pause drafting. The KV cache of the model that drafts closes its
-    gaps.
-    """
+    gaps."""
     small(monkeypatch, 60)
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))

@@ -153,8 +153,7 @@ def test_no_row_goes_beyond_the_positions_of_its_model(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A row that ends at the last position shares passes with others. There are 64 learned positions, and the other
-    rows have many tokens to come.
-    """
+    rows have many tokens to come."""
     small(monkeypatch, 100)
     engine = load("stream", checkpoint("opt"), "cpu", tmp_path)
     rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]

@@ -96,8 +96,7 @@ def test_its_own_formats_compute_with_the_weights_that_they_hold(
     weights: Weights, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Logits equal those of transformers with DeepSpeed's quantised weights. Its codes, scales and minima replace the
-    weights.
-    """
+    weights."""
     from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
 
     directory = checkpoint("bloom")

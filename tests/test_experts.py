@@ -131,8 +131,7 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
 @pytest.fixture
 def waiting(monkeypatch: Patch) -> None:
     """Give engines queues with late and early choices, in turn. An event shows a choice after three looks, or after
-    one.
-    """
+    one."""
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
     monkeypatch.setattr(
         "zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))

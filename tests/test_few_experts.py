@@ -77,8 +77,7 @@ def test_numbers_that_name_no_expert_add_nothing(by_kernel: dict[str, Any]) -> N
 
 def test_an_engine_gives_the_same_logits(by_kernel: dict[str, Any]) -> None:
     """Run few tokens by the kernels, with NaN in absent experts. Tokens of the prompt and of the steps, experts on
-    demand.
-    """
+    demand."""
     ran, statuses, logits, expected = by_kernel["engine"]
     assert ran > 0
     assert statuses == {"auto": "on", "off": "off"}

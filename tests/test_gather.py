@@ -22,8 +22,7 @@ from zinfer.engine.stream.weights.source import MemorySource
 
 class FakeRanks:
     """Rank `rank` of `size` whose peers always have the next chunk. Chunks come in the order of layers: a gather of
-    anything else is a gather that the other ranks do not make.
-    """
+    anything else is a gather that the other ranks do not make."""
 
     def __init__(self, rank: int, size: int, queues: FakeQueues) -> None:
         self.rank, self.size, self._queues = rank, size, queues

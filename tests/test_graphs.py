@@ -216,8 +216,7 @@ def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
     """In all layers, or every other one of models with masks. These take a mask for each kind of layer; the window
-    moves to the front before one of four steps.
-    """
+    moves to the front before one of four steps."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
     expected = kinds.expected(kind(name))
@@ -234,8 +233,7 @@ VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in o
 
 def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
     """Return the logits of steps of several tokens a row. Rows keep different numbers of them, then there are fewer
-    rows.
-    """
+    rows."""
     logits_of_steps = []
     batch, _ = passes.prefill(engine, *prompts((9, 5, 7)), 64)
     for step, count in enumerate(VERIFIED):
@@ -255,8 +253,7 @@ def test_steps_of_several_tokens_are_recorded(
     architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
     """Verifying steps return logits of all tokens, catching-up steps the last. A model that gets a mask has graphs of
-    single tokens.
-    """
+    single tokens."""
     runs = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs=option)
@@ -379,8 +376,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
 ) -> None:
     """Static passes whose logits are a twentieth off. So they are where a token gets other experts in the last layer.
     They are believed unless the passes see every other position only, or have other experts in each layer, or logits
-    that are not recorded so.
-    """
+    that are not recorded so."""
     tune(monkeypatch, may_differ=0.5, observed=2)  # the model has two layers, the batches three rows
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
     layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static

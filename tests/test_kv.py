@@ -297,8 +297,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
     architecture: str, storage: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
-    the model's type are freed before the next row's are made. Some rows may be in host memory.
-    """
+    the model's type are freed before the next row's are made. Some rows may be in host memory."""
     quantized_rows = device_rows < 9 and storage == "int8"
     if quantized_rows:
         keep_here(monkeypatch, device_rows)
@@ -404,8 +403,7 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Requests in groups of many sizes, a third in host memory. They follow an equal batch. The scheduler holds them
-    with little more than the plan says, and rows on the device are never moved off it when they are merged.
-    """
+    with little more than the plan says, and rows on the device are never moved off it when they are merged."""
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
     monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))

@@ -125,8 +125,7 @@ def test_windows_see_the_same_in_chunks(
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
     """Chunks of prompts are refused for models with states. The states would differ from the whole prompt's. Steps
-    share a pass.
-    """
+    share a pass."""
     engine = load("stream", kind(name), "cpu", tmp_path)
     token_ids, mask = sequences((13, 5, 9), 4, 3)
     expected = alone(engine, token_ids, mask)

@@ -122,8 +122,7 @@ def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
 
 def test_unknown_values_are_not_drawn() -> None:
     """Failed or incomplete points leave no mark, not even at zero. Incomplete is one without link bandwidth or decode
-    steps.
-    """
+    steps."""
     points = [
         point(case(1)),
         point(case(2), link_bandwidth=None),
@@ -180,8 +179,7 @@ def test_the_timeline_shows_the_disk_above_the_link() -> None:
 
 def slow_disk() -> tuple[Span, ...]:
     """Return a step of 10 layers that waits for the disk. Each is read in 40 ms while the last requests of the one
-    before go on, and copied in 20 ms.
-    """
+    before go on, and copied in 20 ms."""
     rows: list[tuple[str, int, float, float]] = [("disk", 9, -35, 2)]
     for layer in range(10):
         arrived = 40.0 * layer + 2

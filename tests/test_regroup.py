@@ -34,8 +34,7 @@ FIRST, SECOND = (9, 5, 7), (13, 4)
 
 class Rows:
     """Rows of several micro-batches, with next tokens and expected logits. Each row's logits are those that it has
-    alone.
-    """
+    alone."""
 
     def __init__(self, engine: Engine, within: float = 1e-4) -> None:
         self.engine, self.within = engine, within

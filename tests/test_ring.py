@@ -163,8 +163,7 @@ def in_memory(
 
 class Bench:
     """Ring over `sizes`, the layers' lengths in bytes. Its copies and reads are watched by `queues`. With `hands_back`
-    each fetch is handed back when it was read, else at the end of the call.
-    """
+    each fetch is handed back when it was read, else at the end of the call."""
 
     hands_back = False
     brings = True  # each layer is brought before its calls in the second queue

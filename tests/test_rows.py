@@ -102,8 +102,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
     architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of all lengths share room for few tokens. They come to the worker one after the other, three at a time, up
-    to the last position of the model.
-    """
+    to the last position of the model."""
     dice = random.Random(4)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
     monkeypatch.setattr(jobs, "AHEAD", 2)

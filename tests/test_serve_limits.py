@@ -400,8 +400,7 @@ async def many(port: int, count: int, ask: Callable[[int], dict[str, Any]]) -> l
 
 def check_load(count: int, **more: Any) -> None:
     """Send `count` requests at once, a tenth of which are abandoned. Check that each other has its own answer or a
-    refusal, and that nothing is left of any.
-    """
+    refusal, and that nothing is left of any."""
     worker = ServedRows(steps=8)
     with serving(PLAN, worker, **more) as server:
         prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]

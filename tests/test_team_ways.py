@@ -45,8 +45,7 @@ def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[i
 
 def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
     """Compare a team of two's logits with one rank's. The one rank computes the same rows together. They are the very
-    same, or differ by a share `rounding` of the largest.
-    """
+    same, or differ by a share `rounding` of the largest."""
     token_ids, mask = prompts(BATCHES[0])
     both = one_by_one(team, token_ids, mask, [3])
     for mine, theirs in zip(both, one_by_one(single, token_ids, mask, [2, 1]), strict=True):

@@ -165,8 +165,7 @@ def save_small(directory: Path) -> Reference:
 @has_harness
 def test_the_harness_gives_the_scores_and_answers_of_transformers(folder: Path) -> None:
     """Half of the targets are what the model writes. After some answers the model ends; some tokens are bytes of a
-    character.
-    """
+    character."""
     reference = save_small(folder / "model")
     dice = random.Random(1)
     words = ["the", "of", "weights", "streamed", "while", "café", "naïve", "東京", "🙂", "1,234", "rows", "decode\n"]

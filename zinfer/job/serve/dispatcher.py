@@ -126,11 +126,10 @@ class Dispatcher:
         self.fault: str | None = None  # reason why it has ended by itself
         self.exit_code = ENVIRONMENT  # of a command that ends for it
         self.cannot_reuse: str | None = None if self.settings.cache_size else "KV caches have no memory of the host"
-        self._changed = threading.Condition()  # guards the next six
+        self._changed = threading.Condition()  # guards the next five
         self._inbox: list[tuple[Answer, Ids]] = []  # rows whose prompts were read
         self._dropped: set[int] = set()
         self._unfinished: dict[int, Answer] = {}  # by key
-        self._unbegun: set[int] = set()  # keys of unfinished rows without a token
         self._next_key = 0
         self._stopping = False
         self._waiting = Queue[Answer](fair=True)  # not in the worker
@@ -159,7 +158,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of rows without a token."""
-        return len(self._unbegun)
+        return sum(not row.began for row in list(self._unfinished.values()))
 
     def submit(self, rows: Sequence[Answer]) -> None:
         """Let a request's rows wait for their turn. Raises Refused while loading, ending, or if too many wait."""
@@ -169,7 +168,7 @@ class Dispatcher:
             if self.state != "ready":
                 raise Refused("unavailable", "the server is shutting down", status=503)
             share = max(1, self.settings.max_waiting // SHARES)
-            waiting = Counter(self._unfinished[key].owner for key in self._unbegun)
+            waiting = Counter(row.owner for row in self._unfinished.values() if not row.began)
             if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.settings.max_waiting:
                 raise queue_full()
             owner = self._next_key
@@ -177,7 +176,6 @@ class Dispatcher:
                 row.key, row.owner, row.came = self._next_key, owner, time.monotonic()
                 self._next_key += 1
                 self._unfinished[row.key] = row
-                self._unbegun.add(row.key)
             self._inbox += [(row, row.prompt) for row in rows if _is_ids(row.prompt)]  # type: ignore[misc]
             self._changed.notify()
         texts = [row for row in rows if not _is_ids(row.prompt)]
@@ -198,7 +196,6 @@ class Dispatcher:
             gone = {row.key for row in rows} & self._unfinished.keys()
             for key in gone:
                 del self._unfinished[key]
-                self._unbegun.discard(key)
             self._dropped |= gone
             self._changed.notify()
 
@@ -315,8 +312,6 @@ class Dispatcher:
             if not row.began:
                 row.began = now
                 self.metrics.ttft.observe(now - row.came)
-                with self._changed:
-                    self._unbegun.discard(row.key)
             row.add(update.tokens)
             row.echo = row.echo and update.prompt is None  # it comes once
             row.cached = row.cached or update.cached
@@ -342,7 +337,6 @@ class Dispatcher:
             for row, update in updates:
                 if update.ended:
                     self._unfinished.pop(row.key, None)
-                    self._unbegun.discard(row.key)
         self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:

@@ -13,11 +13,7 @@ from packaging.utils import canonicalize_name as canonical
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 NAMES = ("build", "run", "dev", "judges")
-EXTRAS = {
-    "run": ("engines",),
-    "dev": ("engines", "tensorrt-rtx", "dev"),
-    "judges": ("engines", "judges", "ray"),
-}
+EXTRAS = {"run": ("engines",), "dev": ("engines", "tensorrt-rtx", "dev"), "judges": ("engines", "judges", "ray")}
 MACHINES = [
     {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": machine, "python_version": version,
      "python_full_version": f"{version}.1", "platform_python_implementation": "CPython", "extra": ""}

@@ -51,12 +51,7 @@ def main(path: Path) -> None:
                     expected = function(*given)
                     pairs = [*zip(turned, expected, strict=True), (other[0], expected[0])]
                     equal += [float((a - b).abs().max()) <= limit for a, b in pairs]
-            results[f"{name}-{dtype}"] = [
-                sorted(forms),
-                len(rotations),
-                equal,
-                scope.get(FUNCTION) is function,
-            ]
+            results[f"{name}-{dtype}"] = [sorted(forms), len(rotations), equal, scope.get(FUNCTION) is function]
     torch.save(results, path)
 
 

@@ -309,10 +309,7 @@ def test_a_conversation_reuses_its_earlier_turns(
     client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
 ) -> None:
     """Each turn computes its own tokens; a stream says so, too. Scores of a whole prompt need all of it."""
-    assert server.ask("/health")[:2] == (
-        200,
-        {"status": "ok", "worker": "idle", "prefix_reuse": "on"},
-    )
+    assert server.ask("/health")[:2] == (200, {"status": "ok", "worker": "idle", "prefix_reuse": "on"})
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
     before, whole, cached = server.metric("zinfer_prompt_tokens_cached_total"), 0, 0
     messages: list[Any] = [{"role": "system", "content": "a long system prompt"}]

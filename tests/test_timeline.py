@@ -3,17 +3,7 @@
 import pytest
 
 from tests.results import LINK, case, point, traced
-from zinfer.analysis.timeline import (
-    Waits,
-    busy,
-    busy_bandwidth,
-    by_rank,
-    hidden_share,
-    idle,
-    length_ms,
-    share,
-    waits,
-)
+from zinfer.analysis.timeline import Waits, busy, busy_bandwidth, by_rank, hidden_share, idle, length_ms, share, waits
 from zinfer.record.measurement import Effective, Span
 from zinfer.record.measurement import spans as stored
 

@@ -83,46 +83,6 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert len(records(output)) == 13
 
 
-PROMPT = line("a", prompt="x", max_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("content", "words", "code", "message"),
-    [
-        (PROMPT, [], 2, "--output"),
-        (PROMPT, ["-o", "out.jsonl"], 2, "--model"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-177b"], 2, "did you mean"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "--load-format dummy"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "no engine 'warp'"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
-        (
-            PROMPT,
-            ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "tensorrt", "--offload", "nvme", "--nvme-path", "."],
-            2,
-            "no offload nvme",
-        ),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "-O", "kv_attention=cpu,gpu"], 2, "axes belong to"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "none", "--gpu-weights", "9%"], 2, "leave out"),
-        (PROMPT, ["-o", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 2, "--output prompts.jsonl is"),
-        ("\n\n", ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "holds no request"),
-        ("{}\nx\n", ["-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 4, "0 answers and 2 errors"),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-176b", "--load-format", "dummy"], 5, "of host memory"),
-    ],
-)
-def test_mistakes_get_one_message_and_a_code(
-    folder: Path, content: str, words: list[str], code: int, message: str
-) -> None:
-    (folder / "prompts.jsonl").write_text(content)
-    result = zinfer(folder, "batch", "prompts.jsonl", *words)
-    assert result.returncode == code, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len([line for line in lines if not line.startswith("removed ")]) <= 4  # of a test that was killed before
-    assert result.stdout == ""
-    assert (folder / "prompts.jsonl").read_text() == content
-
-
 @pytest.mark.slow  # a process of its own; test_cli has the interrupts of the default run
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(

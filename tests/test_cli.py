@@ -23,11 +23,14 @@ from zinfer.cli import FOREIGN_OPTIONS, REMOVED_OPTIONS, VERBS, main
 from zinfer.commands.sweep import _announce
 from zinfer.job.forecast import Outlook
 from zinfer.job.recipe import Sweep
+from zinfer.job.serve.server import listen
 from zinfer.record.store import read
 from zinfer.system.host import slug
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
+PROMPT = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+PROMPTS = {"p.jsonl": json.dumps(PROMPT), "empty.jsonl": "\n\n", "bad.jsonl": "{}\nx\n"}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,25 @@ TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-
         ("plan -m opt-30b --machine h200 --calibrate .", 4, "no point to calibrate with"),
         ("plan -m opt-30b --machine h200 --set speed=3", 2, "FIELD=VALUE"),
         ("plan -m opt-30b --machine h200 --gpu-weights lots", 2, "is not a size"),
+        ("batch p.jsonl", 2, "--output"),
+        ("batch p.jsonl -o o.jsonl", 2, "--model"),
+        ("batch p.jsonl -o o.jsonl -m bloom-177b", 2, "did you mean"),
+        ("batch p.jsonl -o o.jsonl -m bloom-tiny", 2, "--load-format dummy"),
+        ("batch p.jsonl -o o.jsonl -m bloom-tiny --engine warp", 2, "no engine 'warp'"),
+        ("batch p.jsonl -o o.jsonl -m bloom-tiny --offload nvme", 2, "--nvme-path"),
+        ("batch p.jsonl -o o.jsonl -m m --engine tensorrt --offload nvme --nvme-path .", 2, "no offload nvme"),
+        ("batch p.jsonl -o o.jsonl -m bloom-tiny -O kv_attention=cpu,gpu", 2, "axes belong to"),
+        ("batch p.jsonl -o o.jsonl -m bloom-tiny --offload none --gpu-weights 9%", 2, "leave out"),
+        ("batch p.jsonl -o p.jsonl -m bloom-tiny --load-format dummy", 2, "--output p.jsonl is"),
+        ("batch empty.jsonl -o o.jsonl -m bloom-tiny", 2, "holds no request"),
+        ("batch bad.jsonl -o o.jsonl -m bloom-tiny --load-format dummy", 4, "0 answers and 2 errors"),
+        ("batch p.jsonl -o o.jsonl -m bloom-176b --load-format dummy", 5, "of host memory"),
+        ("serve -m bloom-tiny", 2, "--load-format dummy"),
+        ("serve -m bloom-tiny --load-format dummy --host no.such.host.invalid", 5, "--host no.such.host.invalid"),
+        ("serve -m bloom-tiny --load-format dummy --host 127.0.0.1 --port PORT", 5, "Address already in use"),
+        ("serve -m bloom-tiny --load-format dummy --api-key é", 2, "printable ASCII"),
+        ("serve -m bloom-tiny --load-format dummy --api-key ''", 2, "printable ASCII"),
+        ("serve -m bloom-tiny --load-format dummy -O kv_attention=cpu,gpu", 2, "axes belong to"),
         ("best", 4, "sweeps/results"),
         ("plot", 4, "sweeps/results"),
         ("frobnicate", 2, "frobnicate"),
@@ -89,17 +111,22 @@ def test_mistakes_get_one_message_and_a_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for file, content in PROMPTS.items():
+        (folder / file).write_text(content)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["zinfer", *shlex.split(words)])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SystemExit) as end:
-        main()
+    with listen("127.0.0.1", 0) as taken:
+        words = words.replace("PORT", str(taken.getsockname()[1]))
+        monkeypatch.setattr(sys, "argv", ["zinfer", *shlex.split(words)])
+        with pytest.raises(SystemExit) as end:
+            main()
     stdout, stderr = capsys.readouterr()
     assert end.value.code == code, stderr
     assert message in stderr
     assert "Traceback" not in stderr
     assert len(stderr.strip().splitlines()) <= 4
     assert stdout == ""
+    assert {file: (folder / file).read_text() for file in PROMPTS} == PROMPTS
 
 
 @pytest.mark.parametrize(

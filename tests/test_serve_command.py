@@ -116,27 +116,6 @@ def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.stderr == "Error: zinfer serve needs uvicorn: pip install 'zinfer[serve]'\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([], 2, "--load-format dummy"),
-        (["--load-format", "dummy", "--host", "no.such.host.invalid"], 5, "--host no.such.host.invalid"),
-        (["--load-format", "dummy", "--host", "127.0.0.1", "--port", "TAKEN"], 5, "Address already in use"),
-        (["--load-format", "dummy", "--api-key", "é"], 2, "printable ASCII"),
-        (["--load-format", "dummy", "--api-key", ""], 2, "printable ASCII"),
-        (["--load-format", "dummy", "-O", "kv_attention=cpu,gpu"], 2, "axes belong to"),
-    ],
-)
-def test_mistakes_get_one_message_and_a_code(words: list[str], code: int, message: str, folder: Path) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = str(taken.getsockname()[1])
-        result = zinfer(folder, "serve", "-m", "bloom-tiny", *(port if word == "TAKEN" else word for word in words))
-    assert result.returncode == code, result.stderr
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) <= 4
-
-
 # Processes
 
 

@@ -246,6 +246,7 @@ def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
         (KeyError("x"), "crashed", 1, "crashed: KeyError: 'x'"),
         (MemoryError("2 GB of host memory are needed"), "oom_host", 5,
          "oom_host: MemoryError: 2 GB of host memory are needed"),
+        (torch.OutOfMemoryError("x"), "oom_gpu", 5, "oom_gpu: OutOfMemoryError: x"),
         (MemoryError(), "oom_host", 5, "oom_host: host memory ran out (MemoryError)"),
         (ImportError("libx.so: failed to map segment from shared object"), "oom_host", 5,
          "oom_host: host memory ran out (ImportError: libx.so: failed to map segment from shared object)"),
@@ -281,12 +282,6 @@ def test_a_hang_ends_at_the_timeout() -> None:
     assert time.monotonic() - began < PATIENCE_S
     assert worker._process.poll() is not None
     worker.close()
-
-
-def test_loading_failures_are_points_of_their_own() -> None:
-    with pytest.raises(TaskFailed) as refused:
-        start(case(fail="oom_gpu", stage="load"))
-    assert refused.value.status == "oom_gpu"
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "never"])

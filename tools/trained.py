@@ -2,16 +2,14 @@
 
 `python -m tools.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
 library, source and help texts, and writes a whole checkpoint: the weights as bf16, with a description of their
-training; a tokenizer with one token per byte; `held-out.txt`, source that was not trained on, and
-`held-out-prose.txt`, help texts that were not. This takes half a minute on a GPU; on a CPU use fewer `--steps` and a
-smaller `--batch`. With `--experts 32` each layer is a mixture of as many experts, of which a token takes 4, balanced by
-the auxiliary loss of published mixtures.
+training; a tokenizer with one token per byte; `held-out.txt` and `held-out-prose.txt`, source and help texts that were
+not trained on. This takes half a minute on a GPU; on a CPU use fewer `--steps` and a smaller `--batch`. With `--experts
+32` each layer is a mixture of as many experts, of which a token takes 4, balanced by the auxiliary loss of published
+mixtures.
 
-Published models are much larger and trained on far more. The description states how much of the weights comes from
-training and not from their initial values: little, and they are still Gaussian. Heads are as large as those of
-published models (64), but errors add up over few layers. It also states how far the largest channel of the keys stands
-out, because some large models have such channels (Liu et al. 2024, arXiv:2402.02750), which make a KV cache hard to
-quantise.
+The description states how much of the weights comes from training and not from their initial values: little, and they
+are still Gaussian. It also states how far the largest channel of the keys stands out, because some large models have
+such channels (Liu et al. 2024, arXiv:2402.02750), which make a KV cache hard to quantise.
 """
 
 import argparse

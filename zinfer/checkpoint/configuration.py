@@ -1,9 +1,8 @@
 """Configurations of models (`config.json`), checked before anything is built from them.
 
-A configuration comes with a checkpoint, so anybody may have written it. Its common fields have bounds: sizes beyond
-any model's would take hours or all memory before an error shows. Fields that name code of a repository are left
-out, with a warning, or refused: zinfer chooses implementations itself. All other fields pass, since each architecture
-has its own.
+Anybody may have written one. Its common fields have bounds: sizes beyond any model's would take hours or all memory
+before an error shows. Fields that name code of a repository are left out, with a warning, or refused. All other fields
+pass, since each architecture has its own.
 """
 
 import math

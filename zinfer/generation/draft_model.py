@@ -1,9 +1,8 @@
 """Drafts of a small model that stays on the device: speculative decoding (Leviathan et al. 2023).
 
-Its engine keeps the running rows in one micro-batch, whatever the scheduler has. It works on a CUDA stream of its own,
-between the passes, while the ring goes on bringing weights. Each token is drawn by the
-sampler with the waiting times that the row has for its place, as the large model's will be: so both draw the same one
-often, and the text is that without drafts.
+Its engine keeps the running rows in one micro-batch and works on a CUDA stream of its own, between the passes, while
+the ring goes on bringing weights. Tokens are drawn with the waiting times of the row's places, as the large model's
+will be: so both draw the same one often.
 """
 
 import time

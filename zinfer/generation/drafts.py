@@ -1,14 +1,13 @@
 """Drafts: tokens guessed ahead, which one pass verifies together (speculative decoding).
 
-A pass of streamed weights takes as long as the link needs, whatever it computes; so each draft that is right is a token
-that needs no pass of its own. `NgramDrafter` guesses without a model: what followed the last tokens when they occurred
-before (prompt lookup decoding). `zinfer.generation.draft_model.ModelDrafter` asks a small model.
+A pass of streamed weights takes as long as the link needs, so each draft that is right is a token that needs no pass of
+its own. `NgramDrafter` takes what followed the last tokens when they occurred before (prompt lookup decoding),
+`zinfer.generation.draft_model.ModelDrafter` asks a small model.
 
-A row's tokens are the same with drafts and without. The sampler chooses a token for every position of the pass as it
-would have, one by one (`zinfer.generation.sampling`: the chance that decides belongs to the row's seed and the place);
-drafts are kept up to the first that differs from the choice. For a draft that is one token, not a distribution, this is
-the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192). A model that drafts draws by the same chance, and so
-the same token nearly as often as rejection sampling would accept one; but the text does not depend on measured times.
+The text is that without drafts: the sampler chooses a token for every position by the chance of the row's seed and the
+place, and drafts are kept up to the first that differs. For a draft that is one token, not a distribution, this is the
+rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192). A model that drafts draws by the same chance, and so
+nearly as often the token that rejection sampling would accept.
 """
 
 import time

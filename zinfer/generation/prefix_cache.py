@@ -1,8 +1,7 @@
 """Prefix cache: keys and values of earlier requests, kept in host memory for later ones that begin alike.
 
-A request reuses the longest prefix that it shares with any kept one, so that edited turns, and conversations with the
-same system prompt, are served too. The tokens are a radix tree, whose nodes hold the keys and values of runs of tokens.
-The least recently used nodes are dropped first, ends before beginnings.
+A request reuses the longest prefix that it shares with any kept one. The tokens are a radix tree, whose nodes hold the
+keys and values of runs of tokens. The least recently used nodes are dropped first, ends before beginnings.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
-"""The decode loop, and the schedulers that run sequences on an engine.
+"""Schedulers: the decode loop, and sequences on an engine.
 
 `DecodeLoop` knows tokens on the device and nothing of text: prefill, then a token a row and step, each chosen by a
-sampler. `ContinuousScheduler` runs sequences that come at any time, each with its length, sampling and stops: it
-carries out the passes that `zinfer.generation.schedule.Schedule` plans.
+sampler. `ContinuousScheduler` carries out the passes that `zinfer.generation.schedule.Schedule` plans.
 """
 
 import time

@@ -2,12 +2,11 @@
 
 A tokenizer and a chat template are programs that came with a checkpoint: a regular expression may backtrack for hours,
 a template make 10^12 characters. This process loads them, with limits on CPU time and memory. Then it forks a child for
-each connection that `zinfer.generation.tokenizer_process` hands it; the child answers requests, each within limits of
-its own, and can open no file. The kernel ends a child that exceeds them, and the next connection gets another one at
-once, since nothing has to be loaded again.
+each connection that `zinfer.generation.tokenizer_process` hands it on stdin; the child answers requests, each within
+limits of its own, and can open no file. The kernel ends a child that exceeds them, and the next connection gets another
+one at once.
 
-Stdin is a connection of `multiprocessing`, which brings a message of JSON that says what to load, and then further
-connections. It needs no torch, and `transformers` is kept from importing it.
+It needs no torch, and `transformers` is kept from importing it.
 """
 
 import gc

@@ -1,8 +1,7 @@
 """Accuracy study: run a reference and the settings that are compared with it, each load in a process of its own.
 
 Every sample makes two rows: one follows the reference's own greedy tokens, the other the text. The reference is also
-compared with itself, with its first batch in two halves: that shows how far floating point alone moves it, and a
-deviation below that means nothing.
+compared with itself, with its first batch in two halves: deviations below that mean nothing.
 """
 
 import platform

@@ -1,7 +1,6 @@
 """Forecast of a sweep: how many points it has, and how long it takes.
 
-Plans give the seconds of each point as a good engine takes them. What the finished points took instead scales the rest,
-so that the time left soon follows the machine, whatever the plan thought of it.
+Plans give the seconds of each point; what the finished points took instead scales the rest.
 """
 
 from collections.abc import Sequence, Set

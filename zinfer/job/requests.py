@@ -1,9 +1,7 @@
 """Requests of a sweep: drawn from a distribution of lengths, or read from a file.
 
-A file has a JSON object a line: a request in OpenAI's batch format (`zinfer.job.batch.openai`), or the lengths of one::
-
-    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon", "max_tokens": 64}}
-    {"input_len": 245, "output_len": 106}
+A file has a JSON object a line: a request in OpenAI's batch format (`zinfer.job.batch.openai`), or the lengths of one,
+``{"input_len": 245, "output_len": 106}``.
 """
 
 from collections.abc import Iterator

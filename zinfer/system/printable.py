@@ -1,10 +1,9 @@
 """Filter of foreign text: escapes what a terminal or page would obey.
 
-Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its
-title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
-(``\\u001b``), so that they are seen, and so that printed JSON keeps its value. There is one exit for each kind of
-output, and callers need not think of it: `guarded` (all that is printed), `zinfer.commands.out.console` (tables),
-`zinfer.report.page.html`, and `zinfer.report.plot.style.render` (figures). CSV and JSON files hold data and keep every
+Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its title,
+hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
+(``\\u001b``). There is one exit for each kind of output: `guarded` (all that is printed), `zinfer.commands.out.console`
+(tables), `zinfer.report.page.html`, and `zinfer.report.plot.style.render` (figures). CSV and JSON files keep every
 character.
 """
 

@@ -1,8 +1,7 @@
 """Measurement of a machine's bandwidths and matrix products. Only this file and `measure` hold a clock.
 
-The rate of a copy depends on page-locked memory and on traffic in the other direction, so all of these are measured,
-not looked up. Each figure is the median of several samples after a warm-up. Without a GPU the CPU is the device:
-`h2d_bandwidth` is then the rate of a copy within host memory.
+Each figure is the median of several samples after a warm-up; the rate of a copy depends on page-locked memory and on
+traffic in the other direction. Without a GPU the CPU is the device: `h2d_bandwidth` is then a copy within host memory.
 """
 
 import contextlib

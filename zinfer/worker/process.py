@@ -1,9 +1,8 @@
 """Parent's end of a worker: one process a load.
 
 CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
-JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when the one before it is on
-disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that, and the programs that it
-has started end with it (`zinfer.system.ending`).
+JSON lines over the worker's stdin and stdout, in lock-step; its own prints go to stderr. A worker ends with its parent,
+whatever kills that, and the programs that it has started end with it (`zinfer.system.ending`).
 """
 
 import json

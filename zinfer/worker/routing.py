@@ -1,8 +1,7 @@
 """Measurement of routing: the experts that a mixture's routers choose for a text, and what a cache would have met.
 
-A forward pass over a chunk of the text gives the choices of each of its tokens, which are those of a decode step that
-gets this token. The chunks follow each other through the cache, as requests do; a step of several rows has a token of
-as many places in the text, which move on together.
+A forward pass over a chunk of the text gives the choices of each of its tokens. The chunks follow each other through
+the cache, as requests do; a step of several rows has a token of as many places in the text.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

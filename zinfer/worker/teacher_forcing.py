@@ -1,8 +1,7 @@
 """Teacher forcing: feed fixed tokens to an engine, and record or compare the logits of each step.
 
 A reference's logits go to a file, step by step and in their own type; a comparison reads them back at the same step. So
-memory holds the logits of one step only, and the engines need not be loaded at the same time: the file takes rows ·
-steps · vocabulary · bytes of the type.
+memory holds the logits of one step only, and the engines need not be loaded at the same time.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,8 @@
 """Dispatcher: the thread that feeds the server's worker.
 
-Rows are given to the worker's queue as they come; a fair `zinfer.generation.queue.Queue` shares the memory out. The
-thread alone talks to the worker. Prompts that are texts are read in other threads (`zinfer.job.serve.reading`). A
-worker that dies is started again: rows of which no text was handed out go on with the tokens that they have, fewer of
-them at a time, so that a row that is to blame ends alone.
+Rows are given to the worker's queue as they come; the thread alone talks to the worker. Prompts that are texts are read
+in other threads (`zinfer.job.serve.reading`). A worker that dies is started again: rows of which no text was handed out
+go on with the tokens that they have, fewer of them at a time, so that a row that is to blame ends alone.
 """
 
 import threading

@@ -31,6 +31,12 @@ def alive(process: int) -> bool:
         return False
 
 
+def children(process: int) -> list[int]:
+    """Return the ids of the processes that a process has started."""
+    lists = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for each in lists for child in each.read_text().split()]
+
+
 def facts_in(facts: Sequence[str], text: str) -> list[str]:
     """Return the `facts` that `text` states, in this order.
 

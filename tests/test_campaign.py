@@ -100,7 +100,7 @@ def test_other_files_are_old_or_new() -> None:
 def test_a_process_that_is_left_behind_is_seen(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "60"], env=environment(HOME=str(tmp_path / "home")))
     try:
-        assert process.pid in alive(tmp_path)
+        wait(lambda: process.pid in alive(tmp_path))  # once it has its environment
         assert process.pid not in alive(tmp_path / "other")
     finally:
         kill(tmp_path)

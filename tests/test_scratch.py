@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests import PATIENCE_S, environment, wait
+from tests import PATIENCE_S, children, environment, wait
 from zinfer.cli import cli
 from zinfer.system import atomic, scratch
 
@@ -214,13 +214,12 @@ def test_a_killed_run_leaves_no_weights_on_the_drive(
     words += ["--nvme-path", str(folder), "-p", "x", "--output-len", "900", "--ignore-eos"]
     process = started(tmp_path, *words)
     wait(lambda: list(folder.glob("zinfer-weights-*/index.json")))
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 1
-    for number in [process.pid] * (victim != "worker") + [int(children[0])] * (victim != "command"):
+    (worker,) = children(process.pid)
+    for number in [process.pid] * (victim != "worker") + [worker] * (victim != "command"):
         os.kill(number, signal.SIGKILL)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == (5 if victim == "worker" else -signal.SIGKILL)
     if victim != "worker":
-        wait(lambda: not Path(f"/proc/{children[0]}").exists())
+        wait(lambda: not Path(f"/proc/{worker}").exists())
         assert f"removed {folder}" in zinfer_process(tmp_path, "export", "nothing").stderr
     assert list(folder.iterdir()) == []

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests import PATIENCE_S, environment, mentions, wait
+from tests import PATIENCE_S, children, environment, mentions, wait
 from tests.command import zinfer
 from zinfer.job.openai import served_name
 from zinfer.job.serve.server import listen
@@ -137,15 +137,8 @@ class Served:
 
     def workers(self) -> list[int]:
         """Process ids of its children; that which reads prompts is none of them."""
-        pids = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(status.read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"tokenizer_server" not in (status.parent / "cmdline").read_bytes():
-                    pids.append(int(status.parent.name))
-            except OSError:
-                continue
-        return pids
+        words = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(self.process.pid)}
+        return [child for child in words if b"tokenizer_server" not in words[child]]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import alive, wait
+from tests import alive, children, wait
 from tests.inline import SPEC
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
@@ -264,16 +264,11 @@ def test_bytes_of_a_command_line_become_question_marks(process: TokenizerProcess
     assert process.encode([text]) == process.encode(["a?"])
 
 
-def children(process: TokenizerProcess) -> list[int]:
-    pid = process._process.pid
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 @pytest.mark.usefixtures("executed")
 def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoints) -> None:
     process = TokenizerProcess(spec_of(checkpoint("llama")))
     process.encode(["a"])
-    (child,) = children(process)
+    (child,) = children(process._process.pid)
     limits = Path(f"/proc/{child}/limits").read_text()
     assert [line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")] == [["0", "0"]]
     (memory,) = (int(line.split()[3]) for line in limits.splitlines() if line.startswith("Max address space"))
@@ -301,7 +296,7 @@ def test_a_process_that_was_killed_is_started_again(checkpoint: Checkpoints) -> 
     """The child goes on meanwhile; who needs another one has it loaded anew."""
     with TokenizerProcess(spec_of(checkpoint("llama"))) as process:
         before = process.encode(["abc"])
-        (child,) = children(process)
+        (child,) = children(process._process.pid)
         os.kill(process._process.pid, signal.SIGKILL)
         process._process.wait()
         assert process.encode(["abc"]) == before

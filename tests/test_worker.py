@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, alive, wait
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.checkpoint.headers import CheckpointError
@@ -324,11 +324,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
         pid_file.write_text(str(worker._process.pid))
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    orphan = Path("/proc") / pid_file.read_text()
-    deadline = time.monotonic() + PATIENCE_S
-    while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not orphan.exists() or "zombie" in (orphan / "status").read_text()
+    wait(lambda: not alive(int(pid_file.read_text())))
 
 
 def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:

@@ -18,17 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from tests import mentions
 from tests.running import decode, prefill
-from tests.test_parity import MACHINE
+from tests.test_parity import plan_of
 from zinfer.analysis.study import compared, label, show
-from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
-from zinfer.core.case import Case, Option, Workload
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess, windows
 from zinfer.job import accuracy as study
 from zinfer.job.accuracy import AccuracyStudy
-from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.planner import Plan
 from zinfer.record import study as studies
 from zinfer.record.study import Deviation, Failed, Position, StudyError
 from zinfer.worker import teacher_forcing
@@ -59,17 +57,8 @@ def swift(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
 
 
-def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
-    case = Case(
-        model=directory.name,
-        engine="stream",
-        offload="cpu",
-        workload=Workload(batch_size=batch_size, input_len=INPUT, output_len=OUTPUT),
-        dtype="float32",
-        load_format="safetensors",
-        options=tuple(options.items()),
-    )
-    return make_plan(case, from_directory(directory).with_dtype("float32"), MACHINE)
+def plan(directory: Path, batch_size: int = 5, **options: Any) -> Plan:
+    return plan_of(directory, sizes=(batch_size, INPUT, OUTPUT), **options)
 
 
 def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> AccuracyStudy:

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_dialogue import sentencepiece
-from tests.test_parity import MACHINE
+from tests.test_parity import plan_of
 from zinfer.checkpoint.resolve import from_catalogue, from_directory
-from zinfer.core.case import Case, Workload
+from zinfer.core.case import Workload
 from zinfer.core.errors import NotFiniteError
 from zinfer.core.model import ModelSpec
 from zinfer.core.request import GREEDY, Sampling, nth_seed
@@ -21,22 +21,13 @@ from zinfer.generation import scheduler
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
-from zinfer.plan.planner import make_plan
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 
 
 def engine_for(directory: Path) -> tuple[Stream, ModelSpec]:
-    spec = from_directory(directory)
-    case = Case(
-        model=str(directory),
-        engine="stream",
-        offload="cpu",
-        workload=Workload(batch_size=2, input_len=16, output_len=16),
-        dtype="float32",
-        load_format="safetensors",
-    )
-    return Stream(make_plan(case, spec, MACHINE)), spec
+    plan = plan_of(directory, sizes=(2, 16, 16))
+    return Stream(plan), plan.model
 
 
 def generate(

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import test_parity as parity
 from tests.checkpoints import save_config
 from tests.command import zinfer
 from tests.serving import serving
-from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy
+from tests.test_parity import BATCHES, greedy
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.source import revision_of
-from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request, Sampling
 from zinfer.engine import read
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import codec, load, packed
 from zinfer.job.serve import dispatcher
-from zinfer.plan.planner import Plan, make_plan
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import LoadFailed
 from zinfer.worker.tasks import BatchStart, BatchStep
@@ -45,14 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config(folder, "llama", hidden_size=256, intermediate_size=320, num_key_value_heads=2)
 
 
-def plan_of(folder: Path, gpu_weights: str | None = None, **options: Any) -> Plan:
-    case = Case(
-        model=str(folder), engine="stream", offload="cpu", dtype="bfloat16", load_format="safetensors",
-        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), gpu_weights=gpu_weights,
-        options=tuple(sorted(options.items())),
-    )  # fmt: skip
-    spec = resolve.from_directory(folder).with_dtype("bfloat16")
-    return make_plan(case, spec, MACHINE)
+plan_of = partial(parity.plan_of, dtype="bfloat16")
 
 
 class Slow:
@@ -100,7 +93,7 @@ def facts(loaded: Stream) -> tuple[Any, ...]:
 def test_a_pass_begins_before_the_last_layer_is_loaded(
     gpu_weights: str | None, options: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(checkpoint, gpu_weights, **options)
+    plan = plan_of(checkpoint, gpu_weights=gpu_weights, **options)
     if "packed" in options:
         revision = revision_of(plan.model, "safetensors")
         packed.write(plan.model, revision, Path("layers"), CPU)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from tests.running import decode, prefill
 from tools.steered import steered
 from zinfer import engine
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Offload, Option, Workload
+from zinfer.core.case import Case, Offload, Workload
 from zinfer.core.engine import draft_model
 from zinfer.core.machine import Machine
 from zinfer.core.model import Dtype
 from zinfer.engine import base
 from zinfer.engine.base import Engine
-from zinfer.plan.planner import make_plan
+from zinfer.plan.planner import Plan, make_plan
 
 OUTPUT_LEN = 12
 BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other
@@ -58,6 +59,29 @@ def reference(directory: Path) -> list[Tensor]:
     return outputs
 
 
+def plan_of(
+    directory: Path,
+    name: str = "stream",
+    offload: Offload = "cpu",
+    nvme_path: Path | None = None,
+    dtype: Dtype = "float32",
+    sizes: tuple[int, int, int] = (3, 9, OUTPUT_LEN),
+    gpu_weights: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Return the plan of the checkpoint in `directory` for the engine `name`; `sizes` are those of its load."""
+    batch_size, input_len, output_len = sizes
+    case = Case(
+        model=str(directory), engine=name, offload=offload, dtype=dtype, load_format="safetensors",
+        workload=Workload(batch_size=batch_size, input_len=input_len, output_len=output_len), gpu_weights=gpu_weights,
+        options=tuple(sorted(options.items())),
+    )  # fmt: skip
+    spec = resolve.from_directory(directory).with_dtype(dtype)
+    if (draft := draft_model(name, case.options)) is not None:
+        spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
+    return make_plan(case, spec, MACHINE, str(nvme_path) if nvme_path else None)
+
+
 def load(
     name: str,
     directory: Path,
@@ -68,23 +92,10 @@ def load(
     device_rows: int | None = None,
     tokens: int | None = None,
     gpu_weights: str | None = None,
-    **options: Option,
+    **options: Any,
 ) -> Engine:
     """Load the checkpoint in `directory` into the engine `name`; `device_rows` and `tokens` as in `steered`."""
-    case = Case(
-        model=str(directory),
-        engine=name,
-        offload=offload,
-        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
-        dtype=dtype,
-        load_format="safetensors",
-        gpu_weights=gpu_weights,
-        options=tuple(sorted(options.items())),
-    )
-    spec = resolve.from_directory(directory).with_dtype(dtype)
-    if (draft := draft_model(name, case.options)) is not None:
-        spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
-    plan = make_plan(case, spec, MACHINE, str(nvme_path))
+    plan = plan_of(directory, name, offload, nvme_path, dtype, gpu_weights=gpu_weights, **options)
     return base.load(engine.kind(name).target).start(steered(plan, device_rows, tokens))
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.test_parity import MACHINE
+from tests.test_parity import MACHINE, plan_of
 from zinfer.checkpoint.resolve import from_directory
-from zinfer.core.case import Case, Workload
+from zinfer.core.case import Workload
 from zinfer.core.request import Request
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream.engine import Stream
@@ -75,10 +75,7 @@ class Watched(InlineWorker):
 
 
 def plan_for(worker: Watched, directory: Path, rows: list[Request]) -> Plan:
-    workload = Workload(batch_size=1, input_len=1, output_len=1)
-    case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
-                load_format="safetensors")  # fmt: skip
-    return best_plan([case], [row.need for row in rows], worker.spec, MACHINE)
+    return best_plan([plan_of(directory, sizes=(1, 1, 1)).case], [row.need for row in rows], worker.spec, MACHINE)
 
 
 def answers(

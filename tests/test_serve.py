@@ -16,10 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.serving import NAME, Server, serving
-from tests.test_parity import MACHINE
+from tests.test_parity import MACHINE, plan_of
 from tests.test_rows import TEMPLATE
-from zinfer.checkpoint.resolve import from_directory
-from zinfer.core.case import Case, Workload
 from zinfer.engine.stream.engine import Stream
 from zinfer.generation import tuning
 from zinfer.generation.pass_times import PassTimes
@@ -36,11 +34,9 @@ from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load
 PROMPTS = ["Once upon a time", "ab", "etaoin shrdlu, etaoin", "x" * 40]
 
 
-def plan_of(directory: Path) -> Plan:
-    workload = Workload(batch_size=1, input_len=1, output_len=1)
-    case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
-                load_format="safetensors")  # fmt: skip
-    return best_plan([case], [(60, 40)], from_directory(directory), MACHINE)
+def served_plan(directory: Path) -> Plan:
+    plan = plan_of(directory, sizes=(1, 1, 1))
+    return best_plan([plan.case], [(60, 40)], plan.model, MACHINE)
 
 
 class Reference:
@@ -98,7 +94,7 @@ def worker() -> InlineWorker:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, worker: InlineWorker) -> Iterator[Server]:
-    with serving(plan_of(directory), lambda: worker, cache_size=1 << 22) as running:
+    with serving(served_plan(directory), lambda: worker, cache_size=1 << 22) as running:
         yield running
 
 
@@ -221,7 +217,7 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
 
 
 def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(directory)
+    plan = served_plan(directory)
     tokenizer, read = TokenizerProcess(plan.model), list[str]()
     quickly = tokenizer.encode_quickly
 
@@ -406,7 +402,7 @@ def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
         return workers[-1]
 
     server.wait(lambda: server.dispatcher.unfinished == 0)
-    with serving(plan_of(directory), make) as other:
+    with serving(served_plan(directory), make) as other:
         with openai.OpenAI(base_url=other.url, api_key="none", max_retries=0, timeout=60) as client:
             kind: dict[str, Any] = {"model": NAME, "temperature": 0}
             stream = client.completions.create(prompt=PROMPTS[0], stream=True, max_tokens=700, **kind)

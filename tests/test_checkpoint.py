@@ -14,6 +14,7 @@ from zinfer.checkpoint.headers import INDEX as WEIGHT_INDEX
 from zinfer.checkpoint.headers import SINGLE, Checkpoint, CheckpointError
 
 SIZES = {"a": [2, 3], "empty": [0, 4], "b": [5], "scalar": [], "c": [1, 7]}
+SHAPES: list[Any] = [[-1], "8", None, [2**62, 4], [0.5], [True], [[2]], {}]  # which no tensor has
 DATA = bytes(range(4 * sum(prod(shape) for shape in SIZES.values())))
 
 
@@ -60,7 +61,7 @@ def test_a_tensor_without_values_and_a_number_alone_are_tensors(folder: Path) ->
         ({}, DATA[:-1]),
         ({}, b""),
         *(({"b": {"dtype": dtype}}, DATA) for dtype in ("F128", "", "U8", "F64", None, 3, ["F32"], "F32 ")),
-        *(({"b": {"shape": shape}}, DATA) for shape in ([-1], "8", None, [2**62, 4], [0.5], [True], [[2]], {})),
+        *(({"b": {"shape": shape}}, DATA) for shape in SHAPES),
         *(({"b": {"data_offsets": at}}, DATA) for at in ([0], [8, 0], [-8, 8], None, "0,8", [0, 2**70], [0.0, 8.0])),
         ({"__metadata__": {"a": 1}}, DATA),
         *(({f"h.{'1' * digits}.ln": {}}, DATA) for digits in (10, 5000)),

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import PATIENCE_S, mentions
@@ -28,7 +27,6 @@ from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate, chat_template
-from zinfer.cli import cli
 from zinfer.commands import chat as terminal
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
@@ -273,23 +271,3 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
     assert process.wait(timeout=PATIENCE_S) == 0
     os.close(master)
     assert "Traceback" not in screen
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--system", "x"], "--system"),
-        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is for a conversation"),
-        (["--chat-template", "rag"], "--chat-template is for a conversation"),
-        (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
-        (["--chat", "--batch-size", "2"], "--batch-size"),
-        (["--top-p", "0.9"], "--top-p has no effect on greedy text: add --temperature"),
-        (["--top-k", "5"], "--top-k has no effect on greedy text: add --temperature"),
-        (["--logit-bias", "5:1"], "'5:1': write token ids and what is added, as 11=-100,42=2.5"),
-        (["--chat", "--kv-cache-size", "lots"], "'lots' is not a size"),
-    ],
-)
-def test_options_that_do_not_go_together(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["run", "-m", "bloom-tiny", "-p", "x", *words])
-    assert result.exit_code == 2
-    assert message in result.stderr

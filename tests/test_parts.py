@@ -1,6 +1,5 @@
 """Shards of a sweep: each load is measured by one of them, and what is merged is whole or refused."""
 
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -302,12 +301,3 @@ def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert zinfer(folder, *words, "--merge").returncode == 0
     assert len(read(folder / "out.jsonl").points) == 1
-
-
-@pytest.mark.parametrize(
-    "words", [["--shard", "1/2", "--merge"], ["--shard", "1/2", "--dry-run"], ["--merge", "--cluster", "slurm"]]
-)
-def test_ways_to_run_a_sweep_exclude_each_other(folder: Path, words: list[str]) -> None:
-    done = zinfer(folder, *SMALL, *words, "-o", "out.jsonl")
-    assert done.returncode == 2
-    assert re.search(r"leave out all but one", done.stderr)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -120,14 +121,9 @@ def test_the_terminal_gets_its_cursor_back() -> None:
     assert b"\x1b[?25l" in seen, "the progress display hides the cursor"
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=PATIENCE_S) == 143
-    while True:
-        try:
-            more = os.read(master, 1 << 12)
-        except OSError:  # the terminal has no process any more
-            break
-        if not more:
-            break
-        seen += more
+    with suppress(OSError):  # the terminal has no process any more
+        while more := os.read(master, 1 << 12):
+            seen += more
     os.close(master)
     assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
     assert seen.endswith(b"interrupted\r\n")

@@ -1,21 +1,20 @@
 """Batch job on a real two-node Ray that loses its parts. A task, a node, and the command itself are lost."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, environment, wait
 from tests.command import interrupted, started, zinfer, zinfer_process
 from tests.test_batch_command import line
+from tests.test_job import texts
 from zinfer.job.batch.nodes import NodesError, shares
 
 ROWS, LONG = 40, 400
@@ -72,7 +71,7 @@ def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture
-def whole(folder: Path) -> dict[str, str]:
+def whole(folder: Path) -> dict[str, str | None]:
     """Return one machine's answers to requests, one of them long."""
     (folder / "prompts.jsonl").write_text(
         "".join(
@@ -84,24 +83,13 @@ def whole(folder: Path) -> dict[str, str]:
     return texts(folder / "whole.jsonl")
 
 
-def texts(path: Path) -> dict[str, str]:
-    answers: dict[str, str] = {}
-    for record in map(json.loads, path.read_text().splitlines()):
-        assert record["custom_id"] not in answers, "answered twice"
-        answers[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
-    return answers
-
-
 def answers(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("out-*.jsonl"))
 
 
 def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while answers(folder) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait(lambda: answers(folder) >= count or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
 
 
 def tasks() -> list[int]:
@@ -118,7 +106,7 @@ def tasks() -> list[int]:
 
 @pytest.mark.slow
 def test_a_shard_of_a_killed_task_is_done_again_and_no_row_twice(
-    folder: Path, cluster: Any, whole: dict[str, str]
+    folder: Path, cluster: Any, whole: dict[str, str | None]
 ) -> None:
     process = start(folder, cluster)
     wait_for_answers(folder, 6, process)
@@ -133,7 +121,7 @@ def test_a_shard_of_a_killed_task_is_done_again_and_no_row_twice(
 
 
 @pytest.mark.slow
-def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole: dict[str, str]) -> None:
+def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole: dict[str, str | None]) -> None:
     process = start(folder, cluster)
     wait_for_answers(folder, 6, process)
     cluster.remove_node(cluster.nodes[0], allow_graceful=False)
@@ -143,7 +131,7 @@ def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on(folder: Path, cluster: Any, whole: dict[str, str]) -> None:
+def test_a_killed_command_goes_on(folder: Path, cluster: Any, whole: dict[str, str | None]) -> None:
     process = start(folder, cluster)
     wait_for_answers(folder, 6, process)
     process.send_signal(signal.SIGKILL)

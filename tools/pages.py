@@ -374,24 +374,17 @@ def machines() -> str:
     return markdown(("machine", "GPUs", "#memory of each", "#host memory", "#cores", "#link of each load, GB/s"), rows)
 
 
-def accuracies(machine: str) -> str:
-    """Return the table of the last accuracy study on a machine."""
-    shown = show(study.last(RESULTS / machine, "accuracy"))
-    return markdown(shown.columns, shown.cells)
-
-
-def codecs() -> str:
-    """Return the table of the record of the codec study."""
-    shown = show(study.last(RESULTS, "codec"))
+def last_study(kind: str, machine: str = "") -> str:
+    """Return the table of the last study of a kind, on a machine."""
+    shown = show(study.last(RESULTS / machine, kind))
     return markdown(shown.columns, shown.cells)
 
 
 def routings() -> str:
     """Return the table of the routing study, and its verdict."""
     run = study.last(RESULTS, "routing")
-    shown = show(run)
     text = "" if run.text is None else f"; {run.text.tokens:,} tokens of {run.text.name}"
-    return f"{markdown(shown.columns, shown.cells)}\n\n{wrapped(f'({run.about}{text}.) {shown.notes[0]}')}"
+    return f"{last_study('routing')}\n\n{wrapped(f'({run.about}{text}.) {show(run).notes[0]}')}"
 
 
 def exit_codes() -> str:

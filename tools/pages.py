@@ -375,7 +375,7 @@ def machines() -> str:
 
 
 def last_study(kind: str, machine: str = "") -> str:
-    """Return the table of the last study of a kind, on a machine."""
+    """Return the table of the last study of a kind."""
     shown = show(study.last(RESULTS / machine, kind))
     return markdown(shown.columns, shown.cells)
 

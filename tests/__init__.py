@@ -5,6 +5,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from zinfer.cli import cli
 
 PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machine may take minutes to start a process
 
@@ -35,6 +40,11 @@ def children(process: int) -> list[int]:
     """Return the ids of the processes that a process has started."""
     lists = Path(f"/proc/{process}/task").glob("*/children")
     return [int(child) for each in lists for child in each.read_text().split()]
+
+
+def invoke(*words: object, **settings: Any) -> Result:
+    """Run `zinfer` with `words` in this process."""
+    return CliRunner().invoke(cli, list(map(str, words)), **settings)
 
 
 def facts_in(facts: Sequence[str], text: str) -> list[str]:

@@ -98,7 +98,7 @@ def run_outcome(
     done = read(path).points if path.is_file() else ()
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
-        store.append_header(Header(machine="test"))
+        store.append(Header(machine="test"))
         outcome = run(sweep, jobs, store, done, events, worker)
         store.check()
         return outcome

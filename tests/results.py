@@ -200,7 +200,7 @@ def codec_run(*names: str, **fields: Any) -> Study:
     """A run of `zinfer study codec` with a row for each name; `fields` are those of the rows."""
     numbers = {"total_bytes": 1 << 30, "raw_bytes": 1 << 30, "coded_bytes": 1 << 29, "bound": 0.45, "status": "ok"}
     rows = tuple(
-        Coded.model_validate({"name": name, "told": "drawn", "encode": RATE, "decode": RATE} | numbers | fields)
+        Coded.model_validate({"name": name, "description": "drawn", "encode": RATE, "decode": RATE} | numbers | fields)
         for name in names
     )
     return Study(study="codec", machine="h100", device="H100", link=5e10, started_at="2026-01-01", rows=rows)

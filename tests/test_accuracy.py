@@ -7,20 +7,19 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from transformers import AutoModelForCausalLM
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.running import decode, prefill
 from tests.test_parity import plan_of
 from zinfer.analysis.study import compared, label, show
-from zinfer.cli import cli
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess, windows
@@ -277,8 +276,7 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
         assert windows(tokenizer, "abcd", 2, 3)[0] == [[1, 69, 70], [1, 71, 72]]
 
 
-def invoke(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["study", "accuracy", *map(str, words)])
+study_accuracy = partial(invoke, "study", "accuracy")
 
 
 def error_text(result: Result) -> str:
@@ -313,7 +311,7 @@ def test_mistakes_are_one_line(
     Path("model").symlink_to(checkpoint("opt"))
     (folder / "model.bin").write_bytes(b"\xff")
     words = [word.replace("model/model.bin", "model.bin") for word in words]
-    result = invoke("-m", "model", "--prompt-file", "text.txt", "--input-len", 16, "--output-len", 16, *words)
+    result = study_accuracy("-m", "model", "--prompt-file", "text.txt", "--input-len", 16, "--output-len", 16, *words)
     assert result.exit_code != 0
     assert message in error_text(result)
     assert not isinstance(result.exception, SystemExit) or len(result.stderr.strip().splitlines()) <= 4
@@ -331,8 +329,8 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
     with monkeypatch.context() as refusing:
         refusing.setattr("zinfer.engine.stream.engine.Stream._cannot_have", no_int8)
-        result = invoke(*words, "-O", "kv_cache_dtype=int8,fp8", "-o", "found.jsonl")
-        nothing = invoke(*words, *AXIS, "-o", "found.jsonl")
+        result = study_accuracy(*words, "-O", "kv_cache_dtype=int8,fp8", "-o", "found.jsonl")
+        nothing = study_accuracy(*words, *AXIS, "-o", "found.jsonl")
     assert result.exit_code == 3
     assert mentions(result.stderr, "kv_cache_dtype=int8", "unsupported", "not in int8")
     assert "RANDOM WEIGHTS" in result.stdout
@@ -343,7 +341,7 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert nothing.exit_code == 4
     assert "not written" in nothing.stderr
     assert studies.last(Path("found.jsonl"), "accuracy") == recorded
-    assert invoke(*words, *AXIS).exit_code == 0
+    assert study_accuracy(*words, *AXIS).exit_code == 0
     assert not list(Path("sweeps").rglob("accuracy.json*"))
 
 
@@ -354,7 +352,7 @@ def test_the_reference_among_other_settings_is_not_compared_again(
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     words = ["-m", checkpoint("llama"), "--samples", 2, "--input-len", 8, "--output-len", 4, "-o", "found.jsonl"]
     for setting, expected in (("auto,int8", ["kv_cache_dtype=int8"]), ("auto", ["none"])):
-        assert invoke(*words, "--kv-cache-dtype", setting).exit_code == 0
+        assert study_accuracy(*words, "--kv-cache-dtype", setting).exit_code == 0
         recorded = studies.last(Path("found.jsonl"), "accuracy")
         assert [label(recorded, case) for case in compared(recorded)] == expected
 
@@ -378,7 +376,7 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
     (scratch := folder / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     words = ["--kv-cache-dtype", "int8,fp8,bf16", "--samples", 2, "--batch-size", 4, "--input-len", 8]
-    result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
+    result = study_accuracy("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
     assert result.exit_code == 143
     assert "wrote found.jsonl" in result.stderr
     assert not list(scratch.iterdir())
@@ -396,7 +394,7 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(
     words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-    result = invoke(*words, "--input-len", "16", "--output-len", "8", "--samples", "4")
+    result = study_accuracy(*words, "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.exit_code == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
     recorded = studies.last(written, "accuracy")

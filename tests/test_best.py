@@ -5,15 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import case, plain, point, sweep
 from zinfer.analysis.reproduce import case_commands
-from zinfer.cli import cli
 from zinfer.commands.batch import command as batch
 from zinfer.commands.options import SHORTHANDS, one_load
 from zinfer.core.case import Case, Workload
@@ -21,9 +20,7 @@ from zinfer.record.store import Store, read
 from zinfer.report.measured import rated
 from zinfer.system.machines import load
 
-
-def best(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["best", *map(str, arguments)])
+best = partial(invoke, "best")
 
 
 @pytest.fixture
@@ -127,16 +124,16 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("verb", ["best", "plot --format svg", "report"])
 def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
-    done = CliRunner().invoke(cli, verb.split())
+    done = invoke(*verb.split())
     assert (done.exit_code, done.stderr.count("\n")) == (4, 1)
     assert mentions(done.stderr, "mine", "`zinfer sweep demo`", "--machine all", "nvidia-h100", "nvidia-h200")
     with Store.open(shipped / "mine" / "b.jsonl") as store:
         store.append(point(case(4, layers=None), machine="mine"))
-    done = CliRunner().invoke(cli, verb.split())
+    done = invoke(*verb.split())
     assert (done.exit_code, done.stderr) == (0, ""), "damage in the records of others does not matter"
     assert "mine" in done.stdout
     assert "nvidia" not in done.stdout
-    everything = CliRunner().invoke(cli, [*verb.split(), "--machine", "all"])
+    everything = invoke(*verb.split(), "--machine", "all")
     assert everything.exit_code == 0
     machines = ("mine", "nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores")
     assert verb == "report" or all(name in everything.stdout for name in machines)
@@ -188,7 +185,7 @@ def test_one_side_alone_gives_the_command_for_the_other(
     (words,) = re.findall(r"^fits on the GPU: not measured; measure it with `zinfer (.*)`$", verdict["words"])
     assert "-o sweeps/results/h100/bloom-176b-none.jsonl" in words
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h200"))
-    planned = json.loads(CliRunner().invoke(cli, [*shlex.split(words), "--dry-run", "--json"]).stdout)
+    planned = json.loads(invoke(*shlex.split(words), "--dry-run", "--json").stdout)
     assert {plan["case"]["offload"] for plan in planned} == {"none"}
     assert [plan["case"]["workload"]["batch_size"] for plan in planned][:2] == [1, 8]
     assert {Case.model_validate(plan["case"]).load for plan in planned} == {case(1, offload="none")}
@@ -204,10 +201,10 @@ def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> 
     assert newest.output_tok_s is not None
     ((group,), shown) = (json.loads(best(tmp_path, "--json").stdout), tmp_path / "report.html")
     assert group["best"]["output_tok_s"] == newest.output_tok_s
-    assert CliRunner().invoke(cli, ["report", str(tmp_path), "-o", str(shown)]).exit_code == 0
+    assert invoke("report", tmp_path, "-o", shown).exit_code == 0
     table = next(line for line in plain(shown.read_text()).splitlines() if "stream cpu, batch 8" in line)
     assert f"| {rated(newest.output_tok_s)} " in table
-    assert CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "p"), "--format", "svg"]).exit_code == 0
+    assert invoke("plot", tmp_path, "-o", tmp_path / "p", "--format", "svg").exit_code == 0
     drawn = [(tmp_path / "p" / "h100" / f"{name}-throughput.svg").read_bytes() for name in "ab"]
     assert drawn[0] == drawn[1]
 
@@ -227,7 +224,7 @@ def test_the_printed_command_measures_the_same_case(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h100-80gb"))
-    done = CliRunner().invoke(cli, [*shlex.split(case_commands(asked)[0])[1:], "--dry-run", "--json"])
+    done = invoke(*shlex.split(case_commands(asked)[0])[1:], "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     (plan,) = json.loads(done.stdout)
     assert Case.model_validate(plan["case"]) == asked

@@ -1,17 +1,16 @@
 """Comparisons with known outcomes, and the regression check's exit code 7."""
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import case, point
 from zinfer.analysis.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
-from zinfer.cli import cli
 from zinfer.commands.compare import AXES, METRICS
 from zinfer.core.case import Case
 from zinfer.record.measurement import Measurement
@@ -46,8 +45,7 @@ def files(tmp_path: Path) -> Files:
     return write
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["compare", *map(str, words)])
+run = partial(invoke, "compare")
 
 
 def test_every_metric_knows_its_sense_and_every_axis_is_a_field() -> None:
@@ -67,11 +65,13 @@ def test_every_metric_knows_its_sense_and_every_axis_is_a_field() -> None:
     ],
 )
 def test_a_value_has_the_confidence_of_its_own_repeats(metric: Metric, mean: float, noise: float | None) -> None:
-    three_repeats = value(timed(STEADY, batch_size=8), metric)
+    three_repeats, single = (value(timed(repeats, batch_size=8), metric) for repeats in (STEADY, (100.0,)))
+    assert three_repeats is not None
+    assert single is not None
     assert three_repeats.mean == pytest.approx(mean, rel=1e-4)
-    assert three_repeats.noise == (None if noise is None else pytest.approx(noise, rel=1e-3))
-    assert value(timed((100.0,), batch_size=8), metric).noise is None
-    assert value(failed(), metric).mean is None
+    assert three_repeats.half_width == (None if noise is None else pytest.approx(noise, rel=1e-3))
+    assert single.half_width is None
+    assert value(failed(), metric) is None
 
 
 def test_noise_of_both_sides_adds_in_quadrature() -> None:

@@ -2,15 +2,15 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import case, point, sweep
 from zinfer.analysis.best import decide
 from zinfer.analysis.economics import (
@@ -26,7 +26,6 @@ from zinfer.analysis.economics import (
     parse_seconds,
 )
 from zinfer.analysis.sla import SlaError, check, parse, statistic
-from zinfer.cli import cli
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Store
 
@@ -105,8 +104,6 @@ def test_a_fleet_covers_its_demand() -> None:
     assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
     with pytest.raises(EconomicsError, match="a measured throughput"):
         fleet(point(case(1), status="crashed"), 1, 1)
-    with pytest.raises(EconomicsError):
-        fleet(measured, 1, 1, utilisation=0.0)
 
 
 def test_a_configuration_of_two_gpus_pays_for_both() -> None:
@@ -259,8 +256,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "r.jsonl"
 
 
-def best(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["best", *map(str, words)])
+best = partial(invoke, "best")
 
 
 def test_the_command_line_decides(results: Path) -> None:

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+from tests import invoke
 from tests.inline import FakeWorker
 from tests.results import sweep
-from zinfer.cli import cli
 from zinfer.commands.demo import explanation
 from zinfer.core.machine import Machine
 from zinfer.record.measurement import Measurement
@@ -46,12 +45,12 @@ def test_the_demo_measures_draws_decides_and_explains(tmp_path: Path, monkeypatc
     (folder / "machine.json").write_text(CPU.model_dump_json())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", FakeWorker(edge=99))
-    done = CliRunner().invoke(cli, ["demo"])
+    done = invoke("demo")
     assert done.exit_code == 0, done.output
     assert all(f"{step} of 3" in done.stderr for step in (1, 2, 3))
     assert "[18/18]" in done.stderr
     assert ".svg" in done.stdout
     assert done.stdout.index("Best of ") < done.stdout.index("WHAT TO DO NEXT")
-    again = CliRunner().invoke(cli, ["demo"])
+    again = invoke("demo")
     assert again.exit_code == 0
     assert again.stderr.count("[recorded]") == 18

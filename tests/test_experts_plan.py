@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from pydantic import ValidationError
 
-from tests import committed
+from tests import committed, invoke
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
 from tools import trained
 from zinfer.analysis import calibrate
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint import resolve
-from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import Machine
@@ -161,7 +159,7 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
         limit = plan(batch_size, released, "0%", experts="cpu").step_s or 0
         assert touched / H100.at_peak().host_bandwidth <= limit <= (cpu.step_s or 0)  # type: ignore[operator]
     words = ["plan", "-m", "gpt-oss-120b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "0%"]
-    output = " ".join(CliRunner().invoke(cli, [*words, "--batch-size", "1,64"]).output.split())
+    output = " ".join(invoke(*words, "--batch-size", "1,64").output.split())
     assert "batch 1: the CPU computes the experts of passes of up to 32 tokens; a step reads 3% of them" in output
     assert "batch 64: experts on demand" in output
     coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
@@ -323,7 +321,7 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
              "--batch-size", "1,2,4", "--input-len", "8", "--output-len", "20", "--engine", "stream"]  # fmt: skip
 
     def run(*words: str) -> str:
-        done = CliRunner().invoke(cli, list(words))
+        done = invoke(*words)
         assert done.exit_code == 0, done.output
         return done.stdout
 

@@ -3,13 +3,13 @@
 import csv
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests import invoke
 from tests.results import case, point, sweep
-from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.record.export import table, to_csv, to_json
 from zinfer.record.measurement import Effective, Measurement
@@ -25,8 +25,7 @@ POINTS = [
 ]
 
 
-def export(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["export", *map(str, words)])
+export = partial(invoke, "export")
 
 
 def read_csv(content: bytes) -> list[dict[str, str]]:

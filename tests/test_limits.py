@@ -11,7 +11,7 @@ from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import groups
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.engine import ENGINES
-from zinfer.core.machine import PCIE_BANDWIDTH, Machine, catalogue_names, override
+from zinfer.core.machine import PCIE_BANDWIDTH, Machine, catalogue, override
 from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.measurement import Measurement
 from zinfer.system import machines
@@ -105,7 +105,7 @@ def test_peaks_leave_what_was_set_by_hand_and_what_has_none() -> None:
 
 
 def test_the_catalogue_is_below_its_peaks() -> None:
-    for name in catalogue_names():
+    for name in catalogue():
         machine = machines.load(name)
         peak = machine.at_peak()
         for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops"):

@@ -5,21 +5,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import codec_run, plain, sweep
 from tools import trained
 from zinfer.analysis.study import gain as gain_of
 from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
-from zinfer.cli import cli
 from zinfer.engine.stream.weights import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.record import study
@@ -57,8 +56,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["study", "codec", *map(str, arguments)])
+coded = partial(invoke, "study", "codec")
 
 
 def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
@@ -96,7 +94,7 @@ def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         out.view(torch.int16)[-1] ^= 1
 
     monkeypatch.setattr(coder, "decode", lies)
-    result = invoke("-o", "codec.jsonl")
+    result = coded("-o", "codec.jsonl")
     assert result.exit_code == 6
     assert "gaussian: the codec returned other bits" in result.stderr
     measured = study.last(Path("codec.jsonl"), "codec")
@@ -135,7 +133,7 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     row = codec.measure([folder]).of(Coded)[-1]
     assert (row.name, row.status) == ("model-0.5b", "ok")
-    assert row.told.startswith("llama; made up; 3 matrices, stored as bf16/f32")
+    assert row.description.startswith("llama; made up; 3 matrices, stored as bf16/f32")
     assert row.bound < row.ratio < row.bound + 0.02
 
 
@@ -154,7 +152,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(words: list[str], mes
     Path("empty").mkdir()
     Path("cut.safetensors").write_bytes(file.read_bytes()[:-10])
     save_file({"w": torch.ones(8, 8).bfloat16()}, "tiny.safetensors")
-    result = invoke(*words)
+    result = coded(*words)
     assert result.exit_code != 0
     text = result.stderr if isinstance(result.exception, SystemExit) else str(result.exception)
     assert message in text
@@ -194,7 +192,7 @@ def test_the_report_shows_the_codec(tmp_path: Path) -> None:
             store.append(point)
 
     def text() -> str:
-        result = CliRunner().invoke(cli, ["report", str(tmp_path / "results"), "-o", str(tmp_path / "r.html")])
+        result = invoke("report", tmp_path / "results", "-o", tmp_path / "r.html")
         assert result.exit_code == 0, result.output
         return plain((tmp_path / "r.html").read_text())
 

@@ -4,17 +4,15 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tests import mentions
+from tests import invoke, mentions
 from zinfer.analysis.economics import list_prices
-from zinfer.cli import cli
-from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue_names, override
+from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue, override
 from zinfer.system import machines as machines
 from zinfer.system.machines import load
 
 
-@pytest.mark.parametrize("name", catalogue_names())
+@pytest.mark.parametrize("name", catalogue())
 def test_catalogue_is_sound(name: str) -> None:
     machine = load(name)
     assert machine.name == name
@@ -35,7 +33,7 @@ def test_catalogue_is_sound(name: str) -> None:
     assert machine.unified == (name == "dgx-spark")
 
 
-@pytest.mark.parametrize("name", catalogue_names())
+@pytest.mark.parametrize("name", catalogue())
 def test_every_figure_of_the_catalogue_has_a_source(name: str) -> None:
     machine = load(name)
     figures = {field for field in FIGURES if getattr(machine, field)}
@@ -47,24 +45,24 @@ def test_every_figure_of_the_catalogue_has_a_source(name: str) -> None:
 
 
 def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
-    table = CliRunner().invoke(cli, ["plan", "--list", "machines"], env={"COLUMNS": "200"}).stdout
-    assert all(name in table for name in catalogue_names())
+    table = invoke("plan", "--list", "machines", env={"COLUMNS": "200"}).stdout
+    assert all(name in table for name in catalogue())
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")
     assert mentions(table, "rtx-4090", "25.2 GB/s", "0.34")
     assert mentions(table, "gb300", "447.0 GiB", "datasheet")
-    result = CliRunner().invoke(cli, ["plan", "--list", "machines", "dgx-spark"], env={"COLUMNS": "200"})
+    result = invoke("plan", "--list", "machines", "dgx-spark", env={"COLUMNS": "200"})
     assert mentions(result.stdout, "hbm_bandwidth", "273.0 GB/s", "datasheet of the DGX Spark")
     assert mentions(result.stdout, "host_bytes", "assumed: what is left")
     assert mentions(result.stdout, "nvme_bytes", "unknown")
     assert mentions(result.stdout, "USD a GPU-hour", "unknown")
-    priced = CliRunner().invoke(cli, ["plan", "--list", "machines", "b200-pcie6"], env={"COLUMNS": "200"})
+    priced = invoke("plan", "--list", "machines", "b200-pcie6", env={"COLUMNS": "200"})
     assert mentions(priced.stdout, "USD a GPU-hour", "5.98", "assumed", "RunPod", "2026-03-10"), "that of its GPU"
 
 
 def test_assumed_prices_are_of_machines_and_say_when_who_listed_them() -> None:
     prices = list_prices()
-    assert set(prices) <= set(catalogue_names())
-    assert len(prices) > len(catalogue_names()) / 2
+    assert set(prices) <= set(catalogue())
+    assert len(prices) > len(catalogue()) / 2
     for price in prices.values():
         assert 0.1 < price.usd_per_gpu_hour < 10
         assert date(2025, 11, 1) < price.date < date(2026, 12, 1)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
+from tests import invoke
 from zinfer.checkpoint import resolve
-from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import (
     ENGINES,
@@ -128,7 +127,7 @@ def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
 
 @pytest.mark.parametrize("verb", ["sweep", "run", "batch", "study accuracy", "study reuse"])
 def test_help_lists_every_option_of_every_engine_with_its_values(verb: str) -> None:
-    shown = CliRunner().invoke(cli, [*verb.split(), "--help"]).output
+    shown = invoke(*verb.split(), "--help").output
     for name, kind in ENGINES.items():
         part = shown.split(f"Options of engine {name},")[1].split("Options of engine")[0]
         for key, field in kind.options.model_fields.items():

@@ -174,7 +174,7 @@ def test_a_sweep_plans_every_workload_once_in_a_process(
     )  # fmt: skip
     jobs = prepare(sweep, BIG, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
     with Store.open(tmp_path / "r.jsonl") as store:
-        store.append_header(Header(machine=BIG.name))
+        store.append(Header(machine=BIG.name))
         points = run(sweep, jobs, store, make_worker=InlineWorker).points
     assert [(point.status, point.error) for point in points] == [("ok", None)] * 8
     assert len({workload for _, workload in placed}) == 4

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import case, point
-from zinfer.cli import cli
 from zinfer.core.engine import OptionError
-from zinfer.core.machine import catalogue_names
+from zinfer.core.machine import catalogue
 from zinfer.record.store import Store
 
 ROOT = Path(__file__).parents[1]
@@ -25,15 +24,15 @@ STREAMED = ("--gpu-weights", "0%", "--kv-offload", "none")
 
 
 def plan(*words: str, code: int = 0) -> str:
-    result = invoke(*words, env={"COLUMNS": "200"})
+    result = planned_by(*words, env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     return result.stdout
 
 
-def invoke(*words: str, **settings: Any) -> Result:
+def planned_by(*words: str, **settings: Any) -> Result:
     """Run the verb; a word that begins with a dash may be several."""
     split = [part for word in words for part in (word.split() if word.startswith("-") else [word])]
-    return CliRunner().invoke(cli, ["plan", *split], **settings)
+    return invoke("plan", *split, **settings)
 
 
 def rows(*words: str) -> list[dict[str, Any]]:
@@ -83,7 +82,7 @@ def test_the_acceptance_is_told_with_its_source() -> None:
     )
     assert "no record says how often a draft is right" in plan(*words, "--draft", "bloom-560m")
     assert "drafts" not in plan(*words)
-    refused = invoke(*words, "--acceptance", "0.5")
+    refused = planned_by(*words, "--acceptance", "0.5")
     assert (refused.exit_code, "add --draft" in refused.output) == (2, True)
 
 
@@ -191,16 +190,16 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
     assert text.count("predicted,") == 1, "the ranking"
-    refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
+    refused = invoke("sweep", "bloom-176b-machines")
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
 
 
 def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
-    result = invoke("-m", "bloom-176b", "--machine", "h100-80gb")
+    result = planned_by("-m", "bloom-176b", "--machine", "h100-80gb")
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
     assert len(re.findall(r"\d GB of GPU memory", result.stderr)) == 1
-    alone = invoke("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none")
+    alone = planned_by("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none")
     assert alone.exit_code == 4, "nothing fits"
 
 
@@ -224,19 +223,19 @@ def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
     assert [(row["case"]["engine"], row["case"]["offload"]) for row in plans] == [
         ("tensorrt", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
     ]  # fmt: skip
-    refused = invoke(*words, "--engine", "tensorrt", "--offload", "nvme")
+    refused = planned_by(*words, "--engine", "tensorrt", "--offload", "nvme")
     assert refused.exit_code == 2
     assert mentions(refused.stderr, "tensorrt", "nvme", "accelerate")
-    result = invoke(*words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu")
+    result = planned_by(*words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu")
     assert mentions(result.stderr, "gpus=2", "what-if")
 
 
 def test_what_several_gpus_cannot_do_is_said() -> None:
     words = ("--machine h200 --set host_bytes=400GiB --gpus 2",)
-    result = invoke(*words, "-m", "opt-30b", "--offload", "none")
+    result = planned_by(*words, "-m", "opt-30b", "--offload", "none")
     assert result.exit_code == 4
     assert mentions(result.stderr, "gpus=2 does not go with offload none")
-    result = invoke(*words, "-m", "opt-30b")  # all of it fits one GPU
+    result = planned_by(*words, "-m", "opt-30b")  # all of it fits one GPU
     assert result.exit_code == 0
     assert mentions(result.output, "all of it fits", "stream cpu gpus=2")
 
@@ -248,25 +247,25 @@ def test_formats_are_planned_for_engines_that_have_them() -> None:
     sizes = {form: row["streamed_bytes"] / plans[None]["streamed_bytes"] for form, row in plans.items()}
     assert sizes["int4"] == pytest.approx(4.125 / 16, rel=0.01)
     assert sizes["fp8"] == pytest.approx(0.83 / 2, rel=0.01)
-    some = invoke(*words, "--engine", "stream,deepspeed,accelerate")
+    some = planned_by(*words, "--engine", "stream,deepspeed,accelerate")
     assert some.exit_code == 0
     assert mentions(some.stderr, "left out: --weights fp8 is for stream", "deepspeed takes int4")
     assert mentions(some.stderr, "--weights int4 is for stream, deepspeed", "accelerate has no packed weights")
     with pytest.raises(OptionError, match="int4 is for stream, deepspeed: engine tensorrt has no packed"):
-        invoke(*words, "--engine", "tensorrt", "--weights", "int4", catch_exceptions=False)
+        planned_by(*words, "--engine", "tensorrt", "--weights", "int4", catch_exceptions=False)
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:
     words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
-    result = invoke(*words)
+    result = planned_by(*words)
     assert mentions(result.stderr, "host memory is not known", "--host-memory")
     (size,) = re.findall(r"--host-memory (\d+GiB)", result.stderr)
-    enough = invoke(*words, "--host-memory", size)
+    enough = planned_by(*words, "--host-memory", size)
     assert enough.exit_code == 0
     assert enough.stderr == ""
-    little = invoke(*words, "--host-memory", f"{int(size[:-3]) - 2}GiB")
+    little = planned_by(*words, "--host-memory", f"{int(size[:-3]) - 2}GiB")
     assert little.exit_code == 4
-    assert json.loads(invoke(*words, "--json").stdout)[0]["assumes"]
+    assert json.loads(planned_by(*words, "--json").stdout)[0]["assumes"]
 
 
 def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
@@ -327,17 +326,17 @@ def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> No
     assert re.fullmatch(r"\d+ GiB", stated["rtx-4090"][7])
     assert stated["rtx-4090"][8] == "1.00"
     for wrong, why in (("dgx-spark", "not among the machines"), ("t4", "is not a value")):
-        refused = invoke(*words, "--host-memory", f"{wrong}=lots")
+        refused = planned_by(*words, "--host-memory", f"{wrong}=lots")
         assert why in refused.output + str(refused.exception)
 
 
 def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
     words = ("-m opt-30b --offload cpu --batch-size 1 --host-memory 80GiB", *STREAMED)
     table = {row[0]: row for row in ranked(*words, "--machine", "all")}
-    assert {name.rstrip("*") for name in table} == set(catalogue_names())
+    assert {name.rstrip("*") for name in table} == set(catalogue())
     assert [name for name in table if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
     assert list(table)[-1] == "dgx-spark"
-    refused = invoke(*words, "--machine", "dgx-spark")
+    refused = planned_by(*words, "--machine", "dgx-spark")
     assert "share one memory" in str(refused.exception)
 
 
@@ -374,22 +373,22 @@ def test_a_deadline_gives_the_number_of_machines() -> None:
         alone = plan(*words, "--machine", row["machine"]["name"])
         assert f"to end within 30 min 00 s it takes {row['machines_for_deadline']} machine" in alone
     assert "no number of machines is enough" in plan(*words[:1], "--machine", "l40s", "--deadline", "1s")
-    assert invoke("-m opt-30b --deadline 1h").exit_code == 2
+    assert planned_by("-m opt-30b --deadline 1h").exit_code == 2
 
 
 def test_machines_on_which_a_model_fits_are_named() -> None:
-    done = invoke("-m opt-66b --machine t4 --offload none")
+    done = planned_by("-m opt-66b --machine t4 --offload none")
     (hint,) = (line for line in done.stderr.splitlines() if "it fits on" in line)
     assert mentions(hint, "h200", "mi300x", "--machine all")
     assert not mentions(hint, "h100-80gb")
-    done = invoke("-m deepseek-v3 --machine dgx-spark")
+    done = planned_by("-m deepseek-v3 --machine dgx-spark")
     (hint,) = (line for line in done.stderr.splitlines() if "it fits" in line)
     assert re.search(r"it fits if the host has its memory, on .*h200", hint)
     assert not re.search(r"\bgh200", hint), "its memory is known, and less"
-    assert "no machine of the catalogue" in invoke("-m deepseek-v3 --machine t4 --offload none").stderr
+    assert "no machine of the catalogue" in planned_by("-m deepseek-v3 --machine t4 --offload none").stderr
 
 
 def test_what_has_no_answer_is_told_once() -> None:
-    done = invoke("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
+    done = planned_by("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")
     assert "left out" not in done.stderr, "the error says it"

@@ -13,15 +13,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
-from zinfer.cli import cli
 from zinfer.record.measurement import Measurement, Span, spans
 from zinfer.record.store import Store
 from zinfer.report.plot import figures as plot
@@ -303,7 +301,7 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg"])
+    done = invoke("plot", results, "-o", tmp_path / "plots", "--format", "svg")
     assert done.exit_code == 0, done.output
     written = sorted(str(path) for path in (tmp_path / "plots").rglob("*.*"))
     assert sorted(done.stdout.splitlines()) == written
@@ -315,7 +313,7 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
     with Store.open(tmp_path / "two.jsonl") as store:
         store.append(point(case(1)))
         store.append(point(case(1, input_len=64)))
-    done = CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "plots"), "--format", "png"])
+    done = invoke("plot", tmp_path, "-o", tmp_path / "plots", "--format", "png")
     names = {Path(line).name for line in done.stdout.splitlines()}
     assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-latency.png" for length in (64, 512)} <= names
     assert len(names) == 4
@@ -323,24 +321,24 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
 
 def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
-    done = CliRunner().invoke(cli, [*words, "latency,throughput"])
+    done = invoke(*words, "latency,throughput")
     assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-latency.svg", "bloom-throughput.svg"}
-    none = CliRunner().invoke(cli, [*words, "latency,timeline"])
+    none = invoke(*words, "latency,timeline")
     assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
     assert mentions(none.stderr, "timeline", "`zinfer sweep`")
-    unknown = CliRunner().invoke(cli, [*words, "gantt"])
+    unknown = invoke(*words, "gantt")
     assert (unknown.exit_code, "choose from throughput, latency" in unknown.stderr) == (2, True)
     with Store.open(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[1])
-    done = CliRunner().invoke(cli, [*words, "timeline"])
+    done = invoke(*words, "timeline")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
 def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["plot", str(results), "--format", "pdf"])
+    done = invoke("plot", results, "--format", "pdf")
     assert (done.exit_code, "choose from png, svg" in done.stderr) == (2, True)
     (tmp_path / "occupied").write_text("")
-    done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "occupied")])
+    done = invoke("plot", results, "-o", tmp_path / "occupied")
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
 
 

@@ -116,7 +116,7 @@ def results(tmp_path: Path) -> Path:
     lines = [encode(header), *map(encode, points), b'{"kind":"\x1b[31m<img src=x>"}', EVIL.encode()]
     (folder / "r\x07 <img src=x> $$ \u202e.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     evil = {"machine": EVIL, "device": EVIL, "versions": {EVIL: EVIL}}
-    coded = codec_run(EVIL, told=EVIL)
+    coded = codec_run(EVIL, description=EVIL)
     study.append(folder / "codec.jsonl", coded.model_copy(update=evil))
     reused = reuse_run(kept_point(512, 90.0, 50.0), kept_point(4096, 300.0, 60.0), kept_point(9, 1.0, 2.0), model=EVIL)
     study.append(folder / "reuse.jsonl", reused.model_copy(update=evil))

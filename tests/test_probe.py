@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from zinfer.cli import cli
+from tests import invoke
 from zinfer.commands.out import write
 from zinfer.commands.probe import command
 from zinfer.core.machine import Machine, MachineError
@@ -359,7 +359,7 @@ def test_no_more_memory_is_planned_than_the_limit_in_force(
         monkeypatch.setattr(host, "memory_limit", lambda limit=limit: limit)
         assert local.this_machine().host_bytes == limit
     plan = ["plan", "-m", "opt-13b", "--offload", "cpu", "--input-len", "8", "--output-len", "8"]
-    done = CliRunner().invoke(cli, plan)
+    done = invoke(*plan)
     assert done.exit_code == 4
     assert "of host memory" in done.output
     assert "has 1.1 GB" in done.output
@@ -434,7 +434,7 @@ def test_a_probe_under_load_does_not_replace_a_quieter_one(
     def probed(load_average: float, *words: str) -> tuple[int, str, float]:
         """Return a probe's exit code and stderr, and the recorded load."""
         monkeypatch.setattr(os, "getloadavg", lambda: (load_average, 0.0, 0.0))
-        result = CliRunner().invoke(cli, ["probe", "--quick", "-o", str(path), *words])
+        result = invoke("probe", "--quick", "-o", path, *words)
         return result.exit_code, result.stderr, load(path).details["load_average"]
 
     code, text, recorded = probed(0.5)

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.results import accuracy_run, case, kept_point, plain, point, request_point, reuse_run, sweep
 from zinfer.analysis.study import deviations
-from zinfer.cli import cli
 from zinfer.core.machine import Machine
 from zinfer.core.units import duration
 from zinfer.record import study
@@ -34,14 +32,10 @@ MACHINE = Machine(
 WHOLE = load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 128 << 30, "host_bandwidth": 78e9})
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, list(map(str, arguments)))
-
-
 def store(path: Path, points: list[Measurement], machine: Machine | None = None) -> None:
     with Store.open(path) as file:
         recipe = {"model": ["bloom-176b"], "layers": [14], "batch_size": "auto*8", "dtype": None, "options": {}}
-        file.append_header(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
+        file.append(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
         file.append(*points)
     if machine is not None:
         (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))

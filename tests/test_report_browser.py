@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.browser import CHROMIUM, Browser, browsing
 from tests.grid import covering
 from tests.results import case, point, sweep
-from tests.test_report import WHOLE, invoke, store
+from tests.test_report import WHOLE, store
 from zinfer.record.measurement import Measurement
 
 pytestmark = pytest.mark.long

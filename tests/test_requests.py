@@ -355,7 +355,7 @@ def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome
     sets = request_sets(sweep)
     jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)
     with Store.open(path) as store:
-        store.append_header(Header(machine="test"))
+        store.append(Header(machine="test"))
         return run(sweep, jobs, store, (*done.points, *done.requests), Events(**seen), worker)
 
 

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from tests import mentions
+from tests import invoke, mentions
 from tests.command import zinfer
 from tests.results import kept_point as point
 from tests.test_parity import load
 from zinfer.analysis.study import break_even, measured, verdict
-from zinfer.cli import cli
 from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.study import Reload, Study
@@ -89,7 +87,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     assert str(verdict(points, "memory")) in result.stdout
     assert "256 tokens measured" in result.stderr
     monkeypatch.chdir(folder)
-    drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]
+    drawn = [invoke("plot", where, "-o", where[-1]) for where in ("sweeps/results", str(path))]
     for command, out in zip(drawn, ("s", "l"), strict=True):
         assert command.exit_code == 0, command.output
         lines = command.stdout.split()
@@ -118,15 +116,13 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: machine)
     monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
 
-    def invoke(*words: str, dies: int = 0) -> tuple[Any, Study]:
+    def measured(*words: str, dies: int = 0) -> tuple[Any, Study]:
         monkeypatch.setattr(Inline, "dies", dies)
-        result = CliRunner().invoke(
-            cli, ["study", "reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.jsonl", *words]
-        )
+        result = invoke("study", "reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.jsonl", *words)
         assert Path("r.jsonl").exists(), (result.output, result.exception)
         return result, study.last(Path("r.jsonl"), "reuse")
 
-    return invoke
+    return measured
 
 
 def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Study]]) -> None:

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests import passes, test_experts
+from tests import invoke, passes, test_experts
 from tests.checkpoints import save_config
 from tests.results import routing_run
 from tests.test_experts import MIXTURES
 from tools import trained
 from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
-from zinfer.cli import cli
 from zinfer.engine.stream.experts.pool import ExpertCache, Policy
 from zinfer.record import study
 from zinfer.record.study import Hits, Touched
@@ -41,7 +39,7 @@ def measured(folder: Path, *more: str) -> tuple[int, str, Path]:
     text = folder / "text.txt"
     text.write_text(TEXT)
     words = ["study", "routing", "-m", str(folder), "--prompt-file", str(text), "--samples", "3", "--length", "40"]
-    done = CliRunner().invoke(cli, [*words, "-o", str(folder / "r.jsonl"), *more])
+    done = invoke(*words, "-o", folder / "r.jsonl", *more)
     return done.exit_code, f"{done.output}{done.exception or ''}", folder / "r.jsonl"
 
 

@@ -23,7 +23,7 @@ from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, par
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import exit_code, outlook, prepare, source_of
 from zinfer.record.measurement import Measurement, Status
-from zinfer.record.store import Store, read
+from zinfer.record.store import Record, Store, read
 from zinfer.system import machines
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
@@ -288,10 +288,10 @@ def test_a_signal_between_two_points_is_held_back_until_the_next(
 ) -> None:
     append = Store.append
 
-    def interrupted(store: Store, point: Measurement) -> None:
-        if point.case.workload.batch_size == 2:
+    def interrupted(store: Store, record: Record) -> None:
+        if isinstance(record, Measurement) and record.case.workload.batch_size == 2:
             os.kill(os.getpid(), number)
-        append(store, point)
+        append(store, record)
 
     monkeypatch.setattr(Store, "append", interrupted)
     worker = FakeWorker(edge=9)

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from rich.cells import cell_len
 from rich.console import Console
 
-from zinfer.cli import cli
+from tests import invoke
 from zinfer.commands.out import Table, wrapped
 
 RECORDS = Path(__file__).parents[1] / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
@@ -73,7 +72,7 @@ def test_columns_go_in_the_order_asked_for_before_rows_become_blocks() -> None:
 )
 def test_verbs_cut_nothing(words: list[str], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    done = CliRunner().invoke(cli, words)
+    done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert "…" not in done.stdout
 

@@ -48,15 +48,15 @@ WAYS = [delete, replace, cut, empty, add, move]
 def test_every_line_that_nobody_cut_is_saved(tmp_path: Path, way: Callable[[Path], None]) -> None:
     path = tmp_path / "folder" / "file"
     with AppendLog.open(path) as lines:
-        lines.append(b"before")
+        lines.append_lines(b"before")
     wanted = [b"before", *(b"line %d" % number for number in range(20)), b"last"]
     with AppendLog.open(path) as lines:
-        lines.append(*wanted[1:11])
-        lines.append(*wanted[11:21])
+        lines.append_lines(*wanted[1:11])
+        lines.append_lines(*wanted[11:21])
         lines.check()
         way(path)
         with pytest.raises(TakenAwayError, match=r"file was .*file\.saved;") as caught:
-            lines.append(b"last")
+            lines.append_lines(b"last")
         assert caught.value.exit_code == 6
         with pytest.raises(TakenAwayError, match=r"file\.saved-2"):
             lines.check()

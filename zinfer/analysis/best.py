@@ -1,7 +1,6 @@
 """Best configuration by one objective, within service levels."""
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any, Literal
 
 from zinfer.analysis import requests, sla
@@ -15,17 +14,13 @@ Objective = Literal["throughput", "cost", "latency"]
 
 
 class Decision(Frozen):
-    """Decision for one group of points, of equal sequences or of requests.
-
-    `point` is None if no point keeps every level; `nearest` is then the point that misses by least. Points with lossy
-    settings are ranked apart: `lossy` is the best of them, unless there are no others.
-    """
+    """Decision for one group of points; those with lossy settings are ranked by themselves."""
 
     objective: Objective
-    point: Point | None = None
+    point: Point | None = None  # None if no point keeps every level
     kept: tuple[SlaCheck, ...] = ()  # the levels, checked on `point`, or else on `nearest`
     cost: Cost | None = None
-    nearest: Point | None = None
+    nearest: Point | None = None  # point that misses by least, where none keeps every level
     keeping: int = 0  # points that keep the levels
     usable: int = 0
     lossy: Point | None = None  # best of the points with lossy settings
@@ -41,11 +36,7 @@ def decide(
     gpu_hour_usd: float | None = None,
     rate: Callable[[Point], float | None] = lambda point: point.output_tok_s,
 ) -> Decision:
-    """Choose the best of `points` by `objective` under `slas`.
-
-    The smaller batch wins a tie; `rate` gives the output tok/s of a point. Raises EconomicsError for the objective cost
-    without a price.
-    """
+    """Choose the best of `points`, the smaller batch if two are equal. Raises EconomicsError without a price."""
     if objective == "cost" and gpu_hour_usd is None:
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd")
     usable = [point for point in points if point.usable]
@@ -61,10 +52,9 @@ def decide(
         return Decision(**counts, kept=check(nearest, slas) if nearest else (), nearest=nearest)
 
     def rank(point: Point) -> tuple[float, int]:
-        first_ms = point.ttft_ms if isinstance(point, Measurement) else point.of("ttft_ms")
         value = {
             "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or fmean(first_ms),
+            "latency": point.tpot_ms or point.mean_ttft_ms or 0.0,
             "cost": cost(point, gpu_hour_usd).usd_per_mtok or 0.0,
         }[objective]
         return value, point.case.workload.batch_size

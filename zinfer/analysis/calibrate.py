@@ -30,7 +30,7 @@ from zinfer.core.case import Case
 from zinfer.core.engine import is_server
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
-from zinfer.core.value import Frozen
+from zinfer.core.value import Frozen, group_by
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
 from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
@@ -99,12 +99,8 @@ class FitPoint:
     @cached_property
     def step(self) -> Times:
         """Times of a decode step over the link's whole bandwidth."""
-        return self.timing(Efficiency(link_share=1.0)).step(*self._context)
-
-    @property
-    def _context(self) -> tuple[int, int]:
-        load = self.point.case.workload
-        return load.batch_size, load.input_len + load.output_len // 2
+        workload = self.point.case.workload
+        return self.timing(Efficiency(link_share=1.0)).step(workload.batch_size, workload.mean_context)
 
     def timing(self, efficiency: Efficiency) -> Timing:
         """Return the timing of passes as they were run."""
@@ -121,7 +117,8 @@ class FitPoint:
         workload, timing, tiers = self.point.case.workload, self.timing(efficiency), self.tiers(efficiency)
         bytes_: dict[Quantity, float] = {"gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
         bytes_["host_bytes"] = tiers.host.total
-        prefill, step = timing.prefill(workload.batch_size, workload.input_len), timing.step(*self._context)
+        prefill = timing.prefill(workload.batch_size, workload.input_len)
+        step = timing.step(workload.batch_size, workload.mean_context)
         if not self.point.usable or prefill.seconds is None or step.seconds is None:
             return bytes_
         seconds = prefill.seconds + step.seconds * (workload.output_len - 1)
@@ -153,10 +150,7 @@ class FitPoint:
         return (limits["link"] - lost) / waited if waited > 0 else None
 
     def hbm_share(self) -> float | None:
-        """Return the share of the GPU memory's bandwidth without offload.
-
-        CUDA graphs launched it at once, so that nothing but small kernels adds to it.
-        """
+        """Return the share of the memory's bandwidth of a graphed step."""
         step_ms, limits, placement = self.point.step_median_ms, self.step.limits, self.placement
         if not step_ms or placement.tier != "gpu" or not placement.graphs or not limits:
             return None
@@ -179,8 +173,8 @@ class FitPoint:
     def unpack_share(self) -> float | None:
         """Return the unpacking rate of a traced step over the memory's bandwidth.
 
-        Resident ones are included. Steps with a second queue, those with experts on demand, and steps that multiply
-        resident layers from their codes do not tell it; nor do those of graphs, as a trace is made without.
+        Steps with a second queue, with experts on demand, or that multiply resident layers from their codes do not tell
+        it; nor do those of graphs, as a trace is made without.
         """
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth
         sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
@@ -201,10 +195,7 @@ class FitPoint:
         return step_ms / 1e3 / self.model.num_layers if step_ms / 1e3 > explained else 0.0
 
     def mfu(self) -> float | None:
-        """Return the share of the matmul rate of a compute-bound prefill.
-
-        The prefill is one without offload, or one pass over the weights that took much longer than its other limits.
-        """
+        """Return the share of the matmul rate of a compute-bound prefill."""
         load, flops = self.point.case.workload, self.machine.matmul_flops
         one_pass = self.placement.tier == "gpu" or self.placement.blocks
         if not flops or not one_pass or load.batch_size * load.input_len < EVIDENCE.prompt_tokens:
@@ -242,21 +233,14 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
 
 
 def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency]:
-    """Fit the efficiency of each engine, error bands included, by name.
-
-    Points are left out if their machine is not in `machines` or has no GPU (a CPU in its place has no link), if their
-    model cannot be resolved, or if today's engine is known to be faster.
-    """
+    """Fit the efficiency of each engine, error bands included, by name."""
     return calibrate(points, machines)[0]
 
 
 def calibrate(
     points: Points, machines: Mapping[str, Machine]
 ) -> tuple[dict[str, Efficiency], tuple[PredictedPoint, ...]]:
-    """Return the efficiency of each engine, and each point with its prediction.
-
-    A point is predicted from the others; it has no prediction if its engine has no other point.
-    """
+    """Return each engine's efficiency, and its points, each predicted by the others."""
     usable = fit_points(points, machines)
     engines = sorted({point.point.case.engine for point in usable})
     fits = {engine: _Fit([point for point in usable if point.point.case.engine == engine]) for engine in engines}
@@ -269,11 +253,7 @@ def calibrate(
 
 
 def write(path: Path, results: Path = Path("sweeps/results")) -> None:
-    """Fit the records under `results`, and write the factors to `path`.
-
-    They have four digits, so that the file does not depend on the order of sums.
-    ``make calibration`` writes the file that comes with zinfer so.
-    """
+    """Fit the records under `results`, and write the factors to `path`. Four digits depend on no order."""
     fitted = fit(latest(read(results).points), load_machines(results))
 
     def rounded(value: Any) -> Any:
@@ -289,7 +269,7 @@ def write(path: Path, results: Path = Path("sweeps/results")) -> None:
 
 
 def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint]:
-    """Return the points that a fit may use."""
+    """Return the points that a fit may use: of a GPU and a model that are known, and of today's engine."""
 
     @cache
     def model_of(*key: Any) -> ModelSpec | None:
@@ -375,17 +355,11 @@ class _Fit:
                     self._values.setdefault((name, routed), []).append((point, value))
 
     def efficiency(self, without: FitPoint | None = None) -> Efficiency:
-        """Return each factor as the median over the points that determine it; its default if none does.
-
-        A launch takes as long as the shortest step that it may have bounded: others may have waited for something else.
-
-        What differs with routed experts is fitted to points with and without them separately, or to all of the other
-        kind if there are none.
-        """
+        """Return each factor's median over points that determine it, or its default."""
 
         def fitted(name: str, routed: bool) -> float | None:
             values = [value for point, value in self._values.get((name, routed), ()) if point is not without]
-            if name == "layer_s":
+            if name == "layer_s":  # the shortest step that launches may have bounded: others may have waited
                 return min((value for value in values if value > 0), default=None)
             return median(values) if values else None
 
@@ -411,12 +385,10 @@ def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
 
 
 def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        if (error := row.error("tok_s")) is not None:
-            errors.setdefault(row.kind, []).append(abs(error))
+    errors = [(row.kind, abs(error)) for row in rows if (error := row.error("tok_s")) is not None]
+    by_kind = group_by(sorted(errors), lambda pair: pair[0])
     return tuple(
-        (name, max(EVIDENCE.min_error, sorted(missed)[min(len(missed) - 1, int(EVIDENCE.band * len(missed)))]))
-        for name, missed in sorted(errors.items())
+        (name, max(EVIDENCE.min_error, missed[min(len(missed) - 1, int(EVIDENCE.band * len(missed)))][1]))
+        for name, missed in by_kind.items()
         if len(missed) >= EVIDENCE.kind_points
     )

@@ -10,7 +10,6 @@ spread: its noise is unknown, which is not the same as small, and no such change
 
 from collections.abc import Callable, Iterable, Sequence
 from math import hypot
-from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 from zinfer.analysis.group import order, samples
@@ -19,7 +18,7 @@ from zinfer.core.errors import ZinferError
 from zinfer.core.units import figures
 from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement, Status, latest
-from zinfer.record.stats import ci95_half_width
+from zinfer.record.stats import Spread, ci95_half_width
 
 Metric = Literal["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
 HIGHER_IS_BETTER: dict[Metric, bool] = {metric: metric.endswith("tok_s") for metric in get_args(Metric)}
@@ -33,22 +32,15 @@ class CompareError(ZinferError):
     """Records that cannot be compared; the message says why."""
 
 
-class Value(Frozen):
-    """Metric of one point, in its own unit. None is unknown, never zero."""
-
-    mean: float | None = None
-    noise: float | None = None  # half-width of the 95% confidence interval; None from fewer than two repeats
-
-
 class Change(Frozen):
-    """Case before and after; two cases if compared across an axis."""
+    """Case before and after; two cases if compared across an axis. A value that is not known is None."""
 
     before_case: Case
     after_case: Case
     before_status: Status
     after_status: Status
-    before: Value
-    after: Value
+    before: Spread | None
+    after: Spread | None
     higher_is_better: bool
 
     @property
@@ -60,28 +52,23 @@ class Change(Frozen):
     @property
     def delta(self) -> float | None:
         """Difference after - before, in the metric's unit."""
-        if self.before.mean is None or self.after.mean is None:
-            return None
-        return self.after.mean - self.before.mean
+        return self.after.mean - self.before.mean if self.before and self.after else None
 
     @property
     def relative(self) -> float | None:
         """Difference as a share of the value before."""
-        return None if self.delta is None or not self.before.mean else self.delta / self.before.mean
+        return None if self.ratio is None else self.ratio - 1
 
     @property
     def noise(self) -> float | None:
         """Noise of `delta` in the metric's unit: both half-widths in quadrature."""
-        if self.before.noise is None or self.after.noise is None:
-            return None
-        return hypot(self.before.noise, self.after.noise)
+        widths = [side.half_width for side in (self.before, self.after) if side and side.half_width is not None]
+        return hypot(*widths) if len(widths) == 2 else None
 
     @property
     def ratio(self) -> float | None:
         """Ratio after / before; None where unknown."""
-        if self.after.mean is None or not self.before.mean:
-            return None
-        return self.after.mean / self.before.mean
+        return self.after.mean / self.before.mean if self.after and self.before and self.before.mean else None
 
     @property
     def times(self) -> str:
@@ -92,7 +79,7 @@ class Change(Frozen):
             return f"{self.ratio:.2f}x, single run"
         if self.verdict in ("noise", "same"):
             return "within the noise"
-        shares = [side.noise / side.mean for side in (self.before, self.after) if side.noise and side.mean]
+        shares = [side.half_width / side.mean for side in (self.before, self.after) if side and side.half_width]
         return f"{self.ratio:.2f}x ± {figures(self.ratio * hypot(*shares), 2)}"
 
     @property
@@ -118,18 +105,16 @@ class Change(Frozen):
 
     def cells(self, text: Callable[[float], str]) -> tuple[str, ...]:
         """Return both values (by `text`) or statuses, the change, and its noise."""
-        noise = self.noise / self.before.mean if self.noise is not None and self.before.mean else None
+        sides = (self.before_status, self.before), (self.after_status, self.after)
+        noise = self.noise / self.before.mean if self.noise is not None and self.before else None
         return (
-            *(
-                status if status != "ok" else "" if value.mean is None else text(value.mean)
-                for status, value in ((self.before_status, self.before), (self.after_status, self.after))
-            ),
+            *(status if status != "ok" else text(value.mean) if value else "" for status, value in sides),
             "" if self.relative is None else f"{self.relative:+.1%}",
             "" if noise is None else f"± {noise:.1%}",
         )
 
     def regressed(self, share: float) -> bool:
-        """Return whether the case broke, or lost over `share` beyond its noise."""
+        """Tell whether the case broke, or lost over `share` beyond its noise."""
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
@@ -148,11 +133,7 @@ def compare(
     metric: Metric = "output_tok_s",
     across: Sequence[str] = (),
 ) -> Comparison:
-    """Match cases by all fields but `across`; compare the last points.
-
-    Interrupted points are ignored. Raises CompareError for a side with two machines, or if two cases of one side are
-    equal without `across`.
-    """
+    """Match cases by all fields but `across`; compare the last points. Raises CompareError."""
     first, second = _by_key(before, across), _by_key(after, across)
     common = [(first[key], second[key]) for key in first.keys() & second.keys()]
     return Comparison(
@@ -165,16 +146,14 @@ def compare(
     )
 
 
-def value(point: Measurement, metric: Metric) -> Value:
-    """Return a point's metric and its noise; None where unknown."""
+def value(point: Measurement, metric: Metric) -> Spread | None:
+    """Return a point's metric, in its own unit, and its noise; None where unknown."""
     if metric == "gpu_peak_bytes":
-        return Value(mean=point.gpu_peak_bytes if point.usable else None)
+        return Spread(point.gpu_peak_bytes) if point.usable and point.gpu_peak_bytes is not None else None
     repeats = samples(point, metric)
-    if not repeats:
-        return Value()
     # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
-    mean = fmean(repeats) if metric == "ttft_ms" else getattr(point, metric)
-    return Value(mean=mean, noise=ci95_half_width(repeats))
+    mean: float = getattr(point, "mean_ttft_ms" if metric == "ttft_ms" else metric)
+    return Spread(mean, ci95_half_width(repeats)) if repeats else None
 
 
 def change(before: Measurement, after: Measurement, metric: Metric = "output_tok_s") -> Change:

@@ -84,10 +84,7 @@ class Fleet(Frozen):
 
 
 def energy(point: Point) -> tuple[float, str] | None:
-    """Return the energy in J an output token, and the method.
-
-    The reading spans prefill and decode of all repeats, so all repeats' tokens count, first ones included.
-    """
+    """Return the J an output token of all repeats, and the method."""
     tokens = point.output_tokens
     if not point.usable or not tokens:
         return None
@@ -98,10 +95,7 @@ def energy(point: Point) -> tuple[float, str] | None:
 
 
 def cost(point: Point, gpu_hour_usd: float | None = None) -> Cost:
-    """Return the cost of the point's tokens, as far as known.
-
-    `gpu_hour_usd` is the price of a GPU-hour, its share of the host included; None is unknown, not free.
-    """
+    """Return the cost of a point's tokens; a price of None is unknown, not free."""
     rate, (joules, method) = point.output_tok_s, energy(point) or (None, "")
     usd = None
     if point.usable and rate and gpu_hour_usd is not None:
@@ -128,10 +122,9 @@ def parse_count(text: str) -> int:
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
-    """Return the tokens of a demand, and the seconds for them.
+    """Return the tokens of a demand, and the seconds for them. Raises EconomicsError.
 
-    ``2Mtok/day`` is spread over a day, or due within `deadline` of each; ``5Mtok`` needs a `deadline`. Raises
-    EconomicsError.
+    ``2Mtok/day`` is spread over a day, or due within `deadline` of each; ``5Mtok`` needs a `deadline`.
     """
     match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
@@ -149,13 +142,10 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
 
 
 def fleet(point: Point, tokens: float, seconds: float, utilisation: float = 0.8, spare: int = 1) -> Fleet:
-    """Return the GPUs for `tokens` in `seconds`, and `spare` more.
-
-    Raises EconomicsError for a point without a throughput.
-    """
+    """Return the GPUs for `tokens` in `seconds`, and `spare` more. Raises EconomicsError without a throughput."""
     rate, gpus = point.output_tok_s, point.gpus
-    if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0:
-        raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")
+    if not rate:
+        raise EconomicsError("a fleet needs a measured throughput")
     working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU
     return Fleet(
         tokens=tokens, seconds=seconds, gpu_tok_s=rate / gpus, utilisation=utilisation, working=working * gpus,

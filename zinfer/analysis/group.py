@@ -4,13 +4,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from pathlib import PurePath
 from statistics import fmean
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from zinfer.core.case import Case, LoadFormat, Offload
+from zinfer.core.case import Case, LoadFormat, Offload, weights_text, without_folders
 from zinfer.core.model import Dtype, Weights
-from zinfer.core.value import Frozen
+from zinfer.core.value import Frozen, group_by
 from zinfer.record.measurement import Measurement, Recorded, latest
 
 Points = Sequence[Measurement]
@@ -21,8 +20,7 @@ Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s"
 
 
 class Setting(Frozen):
-    """Properties that points of any kind must share to be compared. `layers` is set for a slice of the model's
-    `total_layers`."""
+    """Properties that points of any kind must share to be compared."""
 
     machine: str
     model: str
@@ -48,7 +46,7 @@ class Setting(Frozen):
     @property
     def model_name(self) -> str:
         """Model name without the folders of a local path."""
-        return PurePath(self.model).name if self.model.startswith((".", "/", "~")) else self.model
+        return without_folders(self.model)
 
     @property
     def part(self) -> str:
@@ -60,18 +58,15 @@ class Setting(Frozen):
     def conditions(self) -> str:
         """Conditions of the numbers: machine, slice, weights, type."""
         whole = "the whole model" if self.layers is None else "a slice of the model"
-        weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
-        return f"{self.machine} · {whole} · {weights} · {self.dtype}"
+        return f"{self.machine} · {whole} · {weights_text(self.load_format)} · {self.dtype}"
 
     @property
     def caution(self) -> str | None:
         """Warning about a slice: its memory is not its model's. None for a whole model."""
         if self.layers is None:
             return None
-        plan = f"`zinfer plan --model {self.model_name}`"
-        return (
-            f"A slice takes a slice's memory: its largest batches, with and without offload, are its own. See {plan}."
-        )
+        caution = "A slice takes a slice's memory: its largest batches, with and without offload, are its own."
+        return f"{caution} See `zinfer plan --model {self.model_name}`."
 
 
 G = TypeVar("G", bound=Setting)
@@ -97,13 +92,10 @@ class Group(Setting):
 
 def grouped(points: Iterable[P], of: Callable[[P], G], rank: Callable[[G], Any]) -> dict[G, list[P]]:
     """Return points by group, sorted; groups of slices know the number of all layers, if any point does."""
-    points_by_group: dict[G, list[P]] = {}
-    for point in points:
-        points_by_group.setdefault(of(point), []).append(point)
     result = {}
-    for group in sorted(points_by_group, key=rank):
-        total = max((point.total_layers or 0 for point in points_by_group[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = points_by_group[group]
+    for group, members in sorted(group_by(points, of).items(), key=lambda item: rank(item[0])):
+        total = max(point.total_layers or 0 for point in members) or None
+        result[group.model_copy(update={"total_layers": total})] = members
     return result
 
 
@@ -123,19 +115,13 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
     """Return the output tok/s of every usable record by machine and case."""
-    rates_by_case: dict[tuple[str, Case], tuple[float, ...]] = {}
-    for point in points:
-        if point.usable and point.output_tok_s is not None:
-            key = point.machine, point.case
-            rates_by_case[key] = (*rates_by_case.get(key, ()), point.output_tok_s)
-    return rates_by_case
+    records = group_by((point for point in points if point.usable), lambda point: (point.machine, point.case))
+    return {key: tuple(point.output_tok_s or 0.0 for point in of_case) for key, of_case in records.items()}
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
     """Return points by load (the case at batch 1), batch sizes ascending."""
-    loads: dict[Case, list[Measurement]] = {}
-    for point in sorted(points, key=_order):
-        loads.setdefault(load_of(point.case), []).append(point)
+    loads = group_by(sorted(points, key=_order), lambda point: load_of(point.case))
     return {load: tuple(load_points) for load, load_points in loads.items()}
 
 
@@ -152,10 +138,7 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
-    """Return the metric of each repeat, in ms or tokens a second.
-
-    TPOT, and the rates of decode, leave out repeats without a decode step.
-    """
+    """Return the metric of each repeat with it, in ms or tok/s."""
     if not point.usable:
         return ()
     steps = [fmean(repeat) for repeat in point.step_ms if repeat]

@@ -7,8 +7,7 @@ them; nothing in this module compares across groups.
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zinfer.analysis import reproduce
 from zinfer.analysis.compare import Change, change
@@ -18,17 +17,10 @@ from zinfer.core.case import Case, Offload
 from zinfer.core.units import figures
 from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
-from zinfer.record.stats import ci95_half_width
+from zinfer.record.stats import spread
 
 P = TypeVar("P", bound=Point)
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
-
-
-class Spread(Frozen):
-    """Mean of samples with half its 95% confidence interval; None, not zero, of one sample."""
-
-    mean: float
-    half_width: float | None = None
 
 
 class Edge(Frozen):
@@ -45,7 +37,6 @@ class OffloadVerdict(Frozen):
     engine: str | None
     offload: Offload
     change: Change | None  # of `output_tok_s` without and with it, each at its own best batch
-    equal: tuple[Change, ...]  # the same at every batch size that both sides have, ascending
     text: str
     compares: bool  # points with and without it were tried; else the text says how to try those without
 
@@ -56,7 +47,7 @@ class OffloadVerdict(Frozen):
 
 
 def best(points: Points) -> Measurement | None:
-    """Return the fastest usable point, the smaller batch if two are equal; None if none is usable."""
+    """Return the fastest usable point, the smaller batch if two are equal."""
     usable = [point for point in points if point.usable and point.output_tok_s is not None]
     return max(usable, key=lambda point: (point.output_tok_s, -point.case.workload.batch_size), default=None)
 
@@ -73,7 +64,7 @@ def ranked(points: Points) -> tuple[Measurement, ...]:
 
 
 def exact(points: Sequence[P]) -> tuple[P, ...]:
-    """Return the points whose settings keep the model's own numbers; lossy ones are ranked apart."""
+    """Return the points whose settings keep the model's numbers."""
     return tuple(point for point in points if not point.case.lossy)
 
 
@@ -100,7 +91,7 @@ def tied(points: Points, first: Measurement) -> str:
 
 
 def cautions(points: Points) -> tuple[str, ...]:
-    """Return sentences that a reader needs to read the rates right: random weights, single repeats, no GPU."""
+    """Return sentences that a reader needs to read the rates right."""
     usable = [point for point in points if point.usable]
     single = sum(len(point.ttft_ms) == 1 for point in usable)
     if not single:
@@ -110,7 +101,7 @@ def cautions(points: Points) -> tuple[str, ...]:
 
 
 def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
-    """Return sentences on the conditions of usable points of any kind: random weights, no GPU."""
+    """Return sentences on the conditions of usable points: random weights, no GPU."""
     sentences = []
     if any(point.case.load_format == "dummy" for point in usable):
         sentences.append(
@@ -125,11 +116,7 @@ def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
 
 
 def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
-    """Return the verdicts on each offload against none: over all engines first if there are several, then by engine.
-
-    Lossy settings do not count unless there are no others. Where nothing was measured without offload, there is the
-    command that does.
-    """
+    """Return the verdicts on each offload against none: of all engines, if several, and each."""
     points = exact(points) or points
     engines: list[str | None] = [*sorted({point.case.engine for point in points})]
     verdicts = []
@@ -146,8 +133,6 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
 def _verdict(engine: str | None, offload: Offload, using: Points, without: Points) -> OffloadVerdict:
     ours, theirs = best(using), best(without)
     gain = change(theirs, ours) if ours and theirs else None
-    fast, slow = _by_batch(using), _by_batch(without)
-    equal = tuple(change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys()))
     other = f"without it {f'every point failed ({statuses(without)})' if theirs is None else _rate(theirs)}"
     if not without:
         point = ours or using[0]
@@ -162,9 +147,8 @@ def _verdict(engine: str | None, offload: Offload, using: Points, without: Point
         same = gain.verdict in ("noise", "same")
         gives = "makes no difference beyond the noise" if same else f"gives {gain.times}"
         text = f"Offload {offload} {gives} at each side's own best batch: {_rate(ours)}, {other}. "
-        text += _at_equal_batch(equal)
-    fields: dict[str, Any] = {"engine": engine, "offload": offload, "compares": bool(without)}
-    return OffloadVerdict(**fields, change=gain, equal=equal, text=text)
+        text += _at_equal_batch(using, without)
+    return OffloadVerdict(engine=engine, offload=offload, change=gain, text=text, compares=bool(without))
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
@@ -177,11 +161,6 @@ def edges(points: Points) -> tuple[Edge, ...]:
         )
         for load, tried in by_load(points).items()
     )
-
-
-def spread(samples: Sequence[float]) -> Spread | None:
-    """Return the mean of samples and half its 95% confidence interval; None without samples."""
-    return Spread(mean=fmean(samples), half_width=ci95_half_width(samples)) if samples else None
 
 
 def statuses(points: Points) -> str:
@@ -197,8 +176,10 @@ def _by_batch(points: Points) -> dict[int, Measurement]:
     return {point.case.workload.batch_size: point for point in ascending}
 
 
-def _at_equal_batch(changes: Sequence[Change]) -> str:
-    """Return the sentence on batch sizes that both sides have; those within the noise count for no ratio."""
+def _at_equal_batch(using: Points, without: Points) -> str:
+    """Return the sentence on batch sizes that both sides have."""
+    fast, slow = _by_batch(using), _by_batch(without)
+    changes = [change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys())]
     if not changes:
         return "No batch size was measured on both sides."
     clear = [change for change in changes if change.verdict not in ("noise", "same")]

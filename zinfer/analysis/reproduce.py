@@ -14,23 +14,23 @@ def commands(point: Point) -> tuple[str, str]:
     return case_commands(point.case, None if isinstance(point, Measurement) else point.requests)
 
 
-def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str, str]:
+def case_commands(
+    case: Case, requests: RequestLoad | None = None, batch_size: object = None, output: str = "again.jsonl"
+) -> tuple[str, str]:
     """Return the `commands` of a case, or of a load of requests.
 
-    The first writes a file of its own, for `zinfer compare`. The second is `zinfer serve` for requests that arrive at a
-    rate, else `zinfer batch`, with the whole model. The best batch size of a slice, and weights that all stay on the
-    GPU, are the slice's own, so the command of a slice leaves them to the plan.
+    The first writes a file, for `zinfer compare`. The second is `zinfer serve` for requests that arrive at a rate, else
+    `zinfer batch`, with the whole model. The best batch size of a slice, and weights that all stay on the GPU, are the
+    slice's own, so the command of a slice leaves them to the plan.
     """
-    load, settings = case.workload, _settings(case)
-    model = ["--model", case.model, "--engine", case.engine]
-    offload = ["--offload", case.offload]
+    load, settings, batch_size = case.workload, _settings(case), batch_size or case.workload.batch_size
+    model, offload = ["--model", case.model, "--engine", case.engine], ["--offload", case.offload]
     more = ["--dtype", case.dtype, *(["--nvme-path", "FOLDER"] if case.offload == "nvme" else [])]
     again = ["zinfer", "sweep", *model, *offload, *more]
     use = ["zinfer", "batch", "prompts.jsonl", "-o", "answers.jsonl"]
-    batch_size: object = load.batch_size
     if requests is None:
-        again += ["--batch-size", str(load.batch_size)]
-        again += ["--input-len", str(load.input_len), "--output-len", str(load.output_len)]
+        lengths = ["--input-len", str(load.input_len), "--output-len", str(load.output_len)]
+        again += ["--batch-size", str(batch_size), *lengths]
     else:
         again += _asked(requests)
         batch_size = requests.in_flight
@@ -46,17 +46,14 @@ def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str,
         use += ["--output-len", str(load.output_len)]
     if case.model in catalogue_names() and from_catalogue(case.model).hub_id is None:
         use += ["--load-format", "dummy"]
-    return shlex.join([*again, *settings, "-o", "again.jsonl"]), shlex.join([*use, *settings])
+    return shlex.join([*again, *settings, "-o", output]), shlex.join([*use, *settings])
 
 
 def without_offload(case: Case, path: str) -> str:
     """Return the command that measures a case's model without offload."""
-    load, layers = case.workload, [] if case.layers is None else ["--layers", str(case.layers)]
-    words = ["zinfer", "sweep", "--model", case.model, "--engine", case.engine, "--offload", "none"]
-    words += ["--dtype", case.dtype, "--batch-size", "1,8,auto", "--input-len", str(load.input_len)]
-    words += ["--output-len", str(load.output_len), "--load-format", case.load_format, *layers]
-    words += [] if case.weights == "as-released" else ["--weights", case.weights]
-    return shlex.join([*words, "-o", path])
+    settings = {"offload": "none", "gpu_weights": None, "options": ()}
+    again, _ = case_commands(case.model_copy(update=settings), batch_size="1,8,auto", output=path)
+    return again
 
 
 def _asked(requests: RequestLoad) -> list[str]:

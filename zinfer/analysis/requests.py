@@ -11,16 +11,13 @@ from typing import NamedTuple
 
 from zinfer.analysis.group import Setting, grouped
 from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
+from zinfer.core.engine import draft_of
 from zinfer.core.requests import RequestLoad
+from zinfer.core.value import group_by
 from zinfer.record.measurement import in_time
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
 
 _TIMES: dict[str, RequestMetric] = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
-
-
-def levels(point: RequestPoint) -> tuple[Sla, ...]:
-    """Return the service levels that a load was measured with. Raises SlaError for a record with other texts."""
-    return tuple(map(parse, point.sla))
 
 
 def goodput(point: RequestPoint) -> float | None:
@@ -31,7 +28,7 @@ def goodput(point: RequestPoint) -> float | None:
 
 def share_within(point: RequestPoint) -> float | None:
     """Return the share of requests within the record's service levels."""
-    wanted = [sla for sla in levels(point) if sla.metric in _TIMES]
+    wanted = [level for level in map(parse, point.sla) if level.metric in _TIMES]
     if not point.usable or not wanted:
         return None
 
@@ -44,25 +41,20 @@ def share_within(point: RequestPoint) -> float | None:
 
 def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
     """Check each level's statistic over all requests of a load."""
-    return tuple(check_samples(sla, _samples(point, sla)) for sla in (levels(point) if slas is None else slas))
+    return tuple(check_samples(sla, _samples(point, sla)) for sla in (map(parse, point.sla) if slas is None else slas))
 
 
 def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:
     """Return accepted and checked drafts of `draft` for `model`."""
-    alike = [
-        point.counts
-        for point in points
-        if point.case.model == model and dict(point.case.options).get("draft", "none") == draft
-    ]
+    alike = [point.counts for point in points if (point.case.model, draft_of(point.case.options)) == (model, draft)]
     return sum(counts.accepted for counts in alike), sum(counts.checked for counts in alike)
 
 
 def _samples(point: RequestPoint, sla: Sla) -> list[float]:
-    if not point.usable:
-        return []
-    if sla.metric in _TIMES:
-        return [value for sample in point.samples if (value := _value(point, sample, sla)) is not None]
-    return [point.output_tok_s] if sla.metric == "output_tok_s" and point.output_tok_s is not None else []
+    values = [point.output_tok_s] if sla.metric == "output_tok_s" else []
+    if point.usable and sla.metric in _TIMES:
+        values = [_value(point, sample, sla) for sample in point.samples]
+    return [value for value in values if value is not None]
 
 
 def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None:
@@ -72,16 +64,9 @@ def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None
     return None if ms is None else ms / 1e3
 
 
-Loads = dict[tuple[str, RequestKey], tuple[RequestPoint, ...]]  # by machine and key
-
-
-def loads_of(points: Iterable[RequestPoint]) -> Loads:
+def loads_of(points: Iterable[RequestPoint]) -> dict[tuple[str, RequestKey], list[RequestPoint]]:
     """Return all records of each load of requests, by machine and key."""
-    loads: Loads = {}
-    for point in points:
-        key = point.machine, point.key
-        loads[key] = (*loads.get(key, ()), point)
-    return loads
+    return group_by(points, lambda point: (point.machine, point.key))
 
 
 class RequestGroup(Setting):
@@ -128,17 +113,11 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
 
 
 def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
-    """Return the configurations, the fastest first, lossy ones last.
-
-    By mean output tok/s or, where requests arrive at a rate, which sets those, by mean E2E.
-    """
-    points_by_key: dict[RequestKey, list[RequestPoint]] = {}
-    for point in points:
-        if point.usable:
-            points_by_key.setdefault(point.key, []).append(point)
+    """Return the configurations, lossy ones last: by mean output tok/s, or by mean E2E at a rate."""
+    by_key = group_by((point for point in points if point.usable), lambda point: point.key)
     rows = [
         RequestRates(records[-1], tuple(record.output_tok_s or 0.0 for record in records))
-        for records in points_by_key.values()
+        for records in by_key.values()
     ]
 
     def sort_key(row: RequestRates) -> tuple[bool, float]:

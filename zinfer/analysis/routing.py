@@ -6,6 +6,7 @@ Random weights route evenly and tell nothing of a model, so points with dummy we
 from collections.abc import Iterable
 from statistics import fmean
 
+from zinfer.core.engine import draft_of
 from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
 from zinfer.core.units import counted
 from zinfer.record.measurement import Measurement
@@ -13,10 +14,7 @@ from zinfer.record.study import POLICIES, Hits, Study, Touched
 
 
 def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measurement]) -> Routing | None:
-    """Return a model's routing by its last trace, else by points.
-
-    None without either. Slices of other depths do not count.
-    """
+    """Return a model's routing by its last trace, else by points. Slices of other depths do not count."""
     if model.num_experts < 2 or not model.expert_bytes:
         return None
     every = model.routed_bytes // model.expert_bytes
@@ -47,7 +45,7 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
         case, settings = point.case, {} if point.effective is None else point.effective.settings
         if not point.usable or case.load_format == "dummy" or case.model != model.name:
             continue
-        if dict(case.options).get("draft", "none") != "none":  # a step then has more tokens than rows
+        if draft_of(case.options) != "none":  # a step then has more tokens than rows
             continue
         hits, misses = (settings.get(f"experts_{name}_per_step", 0.0) for name in ("hits", "misses"))
         if (case.layers or model.total_layers) != model.num_layers or not hits + misses:

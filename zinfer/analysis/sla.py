@@ -1,8 +1,7 @@
 """Service levels: bounds over every sample of a point.
 
 A percentile needs samples: the 99th of fewer than a hundred is their maximum, and is reported as that. TPOT has a
-sample a decode step, every other metric one a repeat: a mean of the rates of single steps would weigh the short ones
-too much.
+sample a decode step, every other metric a sample a repeat.
 """
 
 import re
@@ -89,10 +88,9 @@ class SlaCheck(Frozen):
 
 
 def parse(text: str) -> Sla:
-    """Return the condition of a text.
+    """Return the condition of a text. Raises SlaError.
 
-    Its forms are ``ttft:p99:<=:2s``, ``ttft<=2s`` (without a statistic p99 of a time, the mean of a rate), ``20 tok/s``
-    of a whole batch, and ``5 tok/s/user``. Raises SlaError.
+    ``ttft:p99:<=:2s``, or ``ttft<=2s`` (p99 of a time, the mean of a rate), ``20 tok/s`` of a batch, ``5 tok/s/user``.
     """
     wanted = _WANTED.fullmatch(text)
     form = text if wanted is None else f"{'user' if wanted[2] else 'output'}_tok_s>={wanted[1]}"
@@ -126,8 +124,7 @@ def check_samples(sla: Sla, values: Sequence[float]) -> SlaCheck:
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:
-    """Return the statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from
-    the good end."""
+    """Return a statistic of at least one sample; percentiles by nearest rank from the good end."""
     if name == "mean":
         return fmean(samples)
     if name in ("max", "min"):
@@ -137,10 +134,9 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
 
 def samples(point: Measurement, metric: Metric) -> Sequence[float]:
     """Return the samples of a metric, in seconds or tokens a second."""
-    if metric == "tpot":
-        return [step / 1e3 for repeat in point.step_ms for step in repeat] if point.usable else ()
-    if metric == "ttft" or metric == "e2e":
-        return [ms / 1e3 for ms in group.samples(point, "ttft_ms" if metric == "ttft" else "e2e_ms")]
+    if metric == "ttft" or metric == "tpot" or metric == "e2e":
+        times_ms = {"ttft": point.ttft_ms, "tpot": point.steps_ms, "e2e": point.e2e_ms}[metric]
+        return [ms / 1e3 for ms in times_ms] if point.usable else ()
     return group.samples(point, metric)
 
 

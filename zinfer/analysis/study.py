@@ -16,7 +16,7 @@ from pathlib import PurePath
 from statistics import median, median_low
 from typing import NamedTuple, get_args
 
-from zinfer.core.case import Case
+from zinfer.core.case import Case, weights_text, without_folders
 from zinfer.core.engine import plan_options
 from zinfer.core.model import Weights
 from zinfer.core.units import duration, figures, gb
@@ -82,7 +82,7 @@ def _codec(run: Study) -> Shown:
              rate(row.decode, spread=True), pays(row, link))
             for row in rows
         ],
-        tuple(f"{row.name}: {row.told}." for row in rows),
+        tuple(f"{row.name}: {row.description}." for row in rows),
     )  # fmt: skip
 
 
@@ -104,10 +104,7 @@ def label(run: Study, case: Case) -> str:
 
 
 def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
-    """Return the deviations by the settings that make a measured `case` lossy.
-
-    There are none if they were not compared on its model and engine, or with random weights.
-    """
+    """Return the deviations by a lossy case's settings on its model."""
     reference = run.asked
     if (PurePath(case.model), case.layers) != (PurePath(reference.model), reference.layers):
         return ()
@@ -122,10 +119,7 @@ def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
 
 
 def _rounding(case: Case, model: str) -> tuple[str, str]:
-    """Return the formats of weights and KV cache.
-
-    A copy of `model` that `zinfer pack --weights` wrote has the format at the end of its name.
-    """
+    """Return the formats of weights and KV cache; the name of a copy of `model` ends with its format."""
     formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
     weights = case.weights if case.model == model else next(formats, case.model)
     options = plan_options(case.engine, case.options)
@@ -174,25 +168,19 @@ def measured(run: Study) -> tuple[Reload, ...]:
 def title(run: Study) -> str:
     """Return the model, slice and load of `reuse`."""
     case = run.asked
-    name = PurePath(case.model).name if case.model.startswith((".", "/", "~")) else case.model
     part = "" if case.layers is None else f", {run.num_layers} of {run.total_layers} layers"
-    return f"{name}{part}, {case.label()}"
+    return f"{without_folders(case.model)}{part}, {case.label()}"
 
 
 def conditions(run: Study) -> str:
     """Return what a run of `reuse` was measured with."""
-    weights = "dummy weights" if run.asked.load_format == "dummy" else "weights of the checkpoint"
     new = ", ".join(sorted({str(point.new_tokens) for point in run.of(Reload)}))
     link = "" if run.link is None else f", link {gb(run.link)}/s"
-    return f"{weights}, {run.asked.dtype}{link}; the last {new} tokens are new"
+    return f"{weights_text(run.asked.load_format)}, {run.asked.dtype}{link}; the last {new} tokens are new"
 
 
 def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
-    """Return the context in tokens from which a reload is faster.
-
-    It lies between two measured ones, on a line through the logarithms of both gains. It is 0 if a reload always is
-    faster, infinite if it is not at the longest context; None if nothing was measured.
-    """
+    """Return the context in tokens from which a reload is faster (0: always, inf: never), or None."""
     gains = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
     losing = [index for index, (_, gain) in enumerate(gains) if gain <= 1]
     if not gains:
@@ -224,15 +212,15 @@ def _reuse(run: Study) -> Shown:
     def middle(samples_ms: Sequence[float]) -> str:
         return duration(median(samples_ms) / 1e3)
 
-    cells = []
-    for point in measured(run):
+    def cells(point: Reload) -> tuple[str, ...]:
         ways: list[str] = []
         for source in study.SOURCES:
             faster = point.gain(source)
             ways += ["", ""] if faster is None else [middle(point.samples(source)), f"{faster:.2f}x"]
         difference = "" if point.max_difference is None else figures(point.max_difference, 2)
-        token = "same" if point.same_token else "OTHER"
-        cells.append((f"{point.context:,}", gb(point.kept_bytes), middle(point.recompute_ms), *ways, token, difference))
+        ways += ["same" if point.same_token else "OTHER", difference]
+        return f"{point.context:,}", gb(point.kept_bytes), middle(point.recompute_ms), *ways
+
     points = run.of(Reload)
     skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in points if point.skipped)
     return Shown(
@@ -240,7 +228,7 @@ def _reuse(run: Study) -> Shown:
         title(run),
         f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}.",
         ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
-        cells,
+        [cells(point) for point in measured(run)],
         (*filter(None, (verdict(points, source) for source in study.SOURCES)), *skipped),
     )
 

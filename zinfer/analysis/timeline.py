@@ -17,17 +17,13 @@ Interval = tuple[float, float]
 
 
 class Waits(NamedTuple):
-    """Idle time of the link in a step, by position and cause.
+    """Idle time of the link in a step, by position and cause; what neither explains is launches and the CPU."""
 
-    It is before the first copy, between copies, after the last one; in `working_ms` of it the GPU works, in
-    `reading_ms` the disk. The rest of it is launches and the CPU.
-    """
-
-    before_ms: float
+    before_ms: float  # before the first copy
     between_ms: float
-    after_ms: float
-    working_ms: float
-    reading_ms: float = 0.0
+    after_ms: float  # after the last copy
+    working_ms: float  # while the GPU works
+    reading_ms: float = 0.0  # while the disk is read
 
     @property
     def total_ms(self) -> float:
@@ -43,9 +39,8 @@ def by_rank(spans: Spans) -> tuple[Spans, ...]:
 def length_ms(spans: Spans) -> float:
     """Return the end of the step, in ms.
 
-    A step that found a copy under way leaves as much to the next one, and ends with its last computation. A step that
-    found the link idle, because its clock waits for the whole device, ends with its last span. Reads from disk for the
-    next step go on all the time.
+    A step that found a copy under way leaves as much to the next one, and ends with its last computation; another one
+    ends with its last span. Reads from disk for the next step go on all the time.
     """
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
     ends = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
@@ -56,13 +51,18 @@ def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
     """Return the intervals in which any lane works, ascending and disjoint."""
     end = length_ms(spans)
     intervals = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
+    return tuple(joined(interval for interval in intervals if interval[0] < interval[1]))
+
+
+def joined(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """Join intervals with gaps of at most `gap` ms; ascending."""
     merged: list[Interval] = []
-    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if merged and start <= merged[-1][1]:
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1] + gap:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
             merged.append((start, stop))
-    return tuple(merged)
+    return merged
 
 
 def idle(spans: Spans, lane: Lane = "copy") -> tuple[Interval, ...]:
@@ -78,8 +78,7 @@ def share(spans: Spans, lane: Lane) -> float:
 
 
 def waits(spans: Spans) -> Waits:
-    """Return the idle time of the link, by position in the step. A link that never works waits before its first
-    copy."""
+    """Return the idle time of the link, by position in the step; all is before the first copy if it never works."""
     copies, pauses = busy(spans, "copy"), idle(spans)
     first, last = (copies[0][0], copies[-1][1]) if copies else (length_ms(spans),) * 2
     before, after = _overlap(pauses, [(0.0, first)]), _overlap(pauses, [(last, length_ms(spans))])

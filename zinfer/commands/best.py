@@ -16,12 +16,12 @@ from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
 from zinfer.commands.decision import point_row
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import SHARE, option, price
+from zinfer.commands.options import SHARE, option, price, repeatable
 from zinfer.commands.out import Table, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
 from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
-from zinfer.core.units import counted, duration, figures, gib
+from zinfer.core.units import counted, figures, gib, milliseconds
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 
@@ -33,7 +33,7 @@ REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 @click.command("best")
 @results_options
 @option("-m --model", str, "Show only this model.")
-@option("--sla levels", str, "Level to keep, such as ttft:p99:<=:2s. Repeatable.", multiple=True, metavar="LEVEL")
+@repeatable("--sla levels", "Level to keep, such as ttft:p99:<=:2s.", "LEVEL")
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
 @price
 @option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS")
@@ -77,9 +77,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
             answers[group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
     if as_json:
         summaries = [_summary(group, points) for group, points in wanted.items()]
-        for group, rows in ranks.items():
-            by_load = [_request_row(row) for row in rows]
-            summaries.append({**group.model_dump(), "best": by_load[0] if by_load else None, "by_load": by_load})
+        summaries += [_request_summary(group, rows) for group, rows in ranks.items()]
         for summary, answer in zip(summaries, answers.values(), strict=False):
             summary["decision"] = decision.row(answer)
         click.echo(json.dumps(summaries, indent=1))
@@ -122,9 +120,8 @@ def _name_best(group: Group, points: Points) -> None:
     if winner is None:
         say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
         return
-    named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
     single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
-    say(f"Best of {group.title}: {named}, {rates.rate_text(winner)} tok/s{single}")
+    say(f"Best of {group.title}: {winner.case.batch_label}, {rates.rate_text(winner)} tok/s{single}")
     if tied := rates.tied(points, winner):
         say(tied)
     decision.show_commands(winner)
@@ -150,12 +147,12 @@ def _show(points: Points) -> None:
         say(f"{verdict.engine or 'Any engine'}: {verdict.text}")
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else duration(value / 1e3)
-
-
 def _figures(value: float | None) -> str:
     return figures(value) if value else ""
+
+
+def _gib(value: int | None) -> str:
+    return gib(value) if value else ""
 
 
 def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
@@ -163,12 +160,12 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
         "configuration": lambda point: point.case.label(),
         "#best batch": lambda point: str(point.case.workload.batch_size),
         "#tok/s": rates.rate_text,
-        "#TTFT": lambda point: _ms(sum(point.ttft_ms) / len(point.ttft_ms)),
-        "#TPOT": lambda point: _ms(point.tpot_ms or None),
+        "#TTFT": lambda point: milliseconds(point.mean_ttft_ms),
+        "#TPOT": lambda point: milliseconds(point.tpot_ms or None),
         "#prefill tok/s": lambda point: _figures(point.prefill_tok_s),
         "#decode tok/s": lambda point: _figures(point.decode_tok_s),
         "#link share": lambda point: f"{point.link_share:.0%}" if point.link_share else "",
-        "#GPU peak": lambda point: gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+        "#GPU peak": lambda point: _gib(point.gpu_peak_bytes),
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
     }
     return table_of(columns, tops, drop=("GPU peak", "link share", "OOM at"))
@@ -202,17 +199,16 @@ def _name(group: RequestGroup, rows: list[RequestRates]) -> None:
     point, e2e = first.point, first.point.summary("e2e_ms")
     rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
-        rate_text = f"E2E {_ms(e2e.mean)}, {rate_text}"
+        rate_text = f"E2E {milliseconds(e2e.mean)}, {rate_text}"
     say(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
-    alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
-    if alike:
+    if alike := [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]:
         say(f"As fast within the range of the loads: {', '.join(alike)}.")
     decision.show_commands(point)
 
 
 def _request_table(rows: list[RequestRates]) -> Table:
     def summary(row: RequestRates, time: RequestMetric, name: str) -> str:
-        return _ms(getattr(row.point.summary(time), name, None))
+        return milliseconds(getattr(row.point.summary(time), name, None))
 
     def spread(row: RequestRates) -> str:
         return f"{figures(min(row.rates))} to {figures(max(row.rates))}" if len(row.rates) > 1 else ""
@@ -224,12 +220,17 @@ def _request_table(rows: list[RequestRates]) -> Table:
         "#range": spread,
         "#steady tok/s": lambda row: _figures(row.point.steady_tok_s),
         "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
-        "#TPOT": lambda row: _ms(row.point.tpot_ms),
+        "#TPOT": lambda row: milliseconds(row.point.tpot_ms),
         "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
         "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
-        "#GPU peak": lambda row: gib(row.point.gpu_peak_bytes) if row.point.gpu_peak_bytes else "",
+        "#GPU peak": lambda row: _gib(row.point.gpu_peak_bytes),
     }
     return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
+
+
+def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str, Any]:
+    by_load = [_request_row(row) for row in rows]
+    return {**group.model_dump(), "best": by_load[0] if by_load else None, "by_load": by_load}
 
 
 def _request_row(row: RequestRates) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from zinfer.analysis.economics import list_price
 from zinfer.checkpoint import quantization, resolve
 from zinfer.commands.out import Table, console, table_of
-from zinfer.core.machine import FIGURES, Machine, catalogue_names
+from zinfer.core.machine import FIGURES, Machine, catalogue
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb, gib
 from zinfer.system.machines import load
@@ -56,11 +56,13 @@ def machines(name: str | None) -> None:
         "GPU": lambda machine: machine.gpu_name or "",
         "#GPU memory": lambda machine: gib(machine.gpu_bytes),
         "#bandwidth of it": lambda machine: rate(machine.hbm_bandwidth),
-        "#bf16 matrix products": lambda it: f"{it.matmul_flops / 1e12:,.4g} TFLOP/s" if it.matmul_flops else "",
+        "#bf16 matrix products": lambda machine: (
+            f"{machine.matmul_flops / 1e12:,.4g} TFLOP/s" if machine.matmul_flops else ""
+        ),
         "#link": lambda machine: rate(machine.h2d_bandwidth),
         "#host memory": host,
         "#USD/h (assumed)": usd,
         "source": lambda machine: machine.source,
     }
     drop = ("GPU", "source", "bf16 matrix products", "bandwidth of it")
-    console().print(table_of(columns, map(load, catalogue_names()), drop=drop))
+    console().print(table_of(columns, map(load, catalogue()), drop=drop))

@@ -45,7 +45,7 @@ chat_options = option_group(  # that only a conversation has
         Parsed("json", _settings),
         'Settings of the chat template, as {"enable_thinking": false}.',
     ),
-    option("--kv-cache-size", SIZE, "Most host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
+    option("--kv-cache-size", SIZE, "Maximum host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
 )
 
 

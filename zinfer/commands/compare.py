@@ -12,9 +12,10 @@ from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import Table, console, say
-from zinfer.core.case import Case
+from zinfer.core.case import Case, weights_text
 from zinfer.core.errors import NOTHING, REGRESSION
-from zinfer.core.units import counted, duration, figures, gib
+from zinfer.core.units import counted, figures, gib, milliseconds
+from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 
@@ -37,9 +38,8 @@ def _share(text: str) -> float:
 @option("--across", options.Words(AXES), f"Fields in which matched cases may differ: {', '.join(AXES)}.")
 @option(
     "--fail-on-regression allowed",
-    options.Parsed("PERCENT", _share),
+    options.Parsed("percent", _share),
     "Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
-    metavar="PERCENT",
 )
 def command(before: Path, after: Path, metric: Metric, across: tuple[str, ...] | None, allowed: float | None) -> None:
     """Compare result file B with A, case by case. The machine is not part of a case: files of different machines or
@@ -101,10 +101,7 @@ def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> 
     for name, ours, theirs in comparison.differences:
         say(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
     sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
-    sections: dict[str, list[Change]] = {}
-    for change in comparison.changes:
-        sections.setdefault(_title(change), []).append(change)
-    for title, changes in sections.items():
+    for title, changes in group_by(comparison.changes, _title).items():
         say(f"\n{title}\n{metric}, {sense} is better")
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
         rows = []
@@ -120,18 +117,17 @@ def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> 
     for letter, points in (("A", comparison.only_before), ("B", comparison.only_after)):
         for point in points:
             status = "" if point.status == "ok" else f" ({point.status})"
-            say(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
+            say(f"only in {letter}: {point.case.batch_label}{status}")
 
 
 def _title(change: Change) -> str:
     case = change.after_case
     part = "" if case.layers is None else f", {case.layers} layers"
-    weights = "dummy weights" if case.load_format == "dummy" else "weights of the checkpoint"
     lengths = f"{case.workload.input_len} in / {case.workload.output_len} out"
-    return f"{case.model}{part}, {lengths} · {weights} · {case.dtype}"
+    return f"{case.model}{part}, {lengths} · {weights_text(case.load_format)} · {case.dtype}"
 
 
 def _amount(value: float, metric: Metric) -> str:
     if metric == "gpu_peak_bytes":
         return gib(value, 2)
-    return duration(value / 1e3) if metric.endswith("_ms") else f"{figures(value)} tok/s"
+    return milliseconds(value) if metric.endswith("_ms") else f"{figures(value)} tok/s"

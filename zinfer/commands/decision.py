@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import click
 
-from zinfer.analysis import rates, reproduce
+from zinfer.analysis import reproduce
 from zinfer.analysis.best import Decision, Objective, decide
 from zinfer.analysis.economics import Point, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
+from zinfer.record.stats import ci95_half_width
 
 ACCURACY = "`zinfer study accuracy` tells how far its text differs"
 
@@ -115,8 +116,9 @@ def _costs(decision: Decision) -> list[str]:
 
 
 def _named(point: Point) -> str:
-    loop = f"batch {point.case.workload.batch_size}" if isinstance(point, Measurement) else point.requests.loop
-    return f"{point.case.label()}, {loop}"
+    if isinstance(point, Measurement):
+        return point.case.batch_label
+    return f"{point.case.label()}, {point.requests.loop}"
 
 
 def row(decision: Decision) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def point_row(point: Point | None, gpu_hour_usd: float | None = None) -> dict[st
         return None
     case, paid = point.case, cost(point, gpu_hour_usd)
     measured = point if isinstance(point, Measurement) else None
-    spread = rates.spread(measured.output_tok_s_samples) if measured else None
+    half_width = ci95_half_width(measured.output_tok_s_samples) if measured else None
     names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")
     again, use = reproduce.commands(point)
     return {
@@ -151,8 +153,8 @@ def point_row(point: Point | None, gpu_hour_usd: float | None = None) -> dict[st
         "options": dict(case.options),
         "batch_size": case.workload.batch_size if measured else None,
         **{name: getattr(point, name, None) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
-        "output_tok_s_half_width": spread and spread.half_width,
-        "ttft_ms": fmean(measured.ttft_ms) if measured else None,
+        "output_tok_s_half_width": half_width,
+        "ttft_ms": measured.mean_ttft_ms if measured else None,
         "usd_per_mtok": paid.usd_per_mtok,
         "j_per_token": paid.j_per_token,
         "command": again,

@@ -14,6 +14,7 @@ from zinfer.core.errors import PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, figures
 from zinfer.record.measurement import Measurement
+from zinfer.record.stats import relative_half_width
 from zinfer.record.store import read
 from zinfer.system import local
 
@@ -71,8 +72,7 @@ def explanation(points: Sequence[Measurement], machine: Machine) -> str:
         "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
         "  A larger batch makes more tokens a second, and each reader waits longer.",
     ]
-    spread = rates.spread(best.output_tok_s_samples)
-    if spread is not None and (spread.half_width or 0) > NOISY * spread.mean:
+    if (relative_half_width(best.output_tok_s_samples) or 0) > NOISY:
         lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")
     if gpu is None:
         lines.append("  Without a GPU, offload copies within one memory and cannot pay.")

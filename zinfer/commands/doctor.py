@@ -49,10 +49,8 @@ def command() -> None:
 
 def package_rows() -> list[Finding]:
     """Return rows on the versions of Python, zinfer and packages."""
-    rows = [
-        Finding("python", platform.python_version()),
-        Finding("zinfer", host.package_version("zinfer") or "not installed"),
-    ]
+    rows = [Finding("python", platform.python_version())]
+    rows.append(Finding("zinfer", host.package_version("zinfer") or "not installed"))
     for package, extra in PACKAGES.items():
         version = host.package_version(package)
         advice = "" if version else f"pip install 'zinfer[{extra}]'" if extra else "pip install zinfer"
@@ -122,7 +120,5 @@ def engine_rows() -> list[Finding]:
 
 def server_rows() -> list[Finding]:
     """Return a row on each server that a preset describes."""
-    servers = {name: preset.read(name) for name in preset.presets()}
-    return [
-        Finding(name, server.ask_version() or "not installed") for name, server in servers.items() if server is not None
-    ]
+    servers = [(name, server) for name in preset.presets() if (server := preset.read(name)) is not None]
+    return [Finding(name, server.ask_version() or "not installed") for name, server in servers]

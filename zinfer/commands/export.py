@@ -36,15 +36,15 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     zinfer export -o all.csv
     """
     ending = output.suffix.removeprefix(".").lower() if output else ""
-    chosen = form or (ending if ending in FORMATS else "csv")
     points: list[tuple[str, Measurement]] = []
     served: list[tuple[str, RequestPoint]] = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
         if results and not path.exists():
             raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
         by_file = [(str(file), read(file)) for file in files(path)] if path.exists() else []
-        for warning in (records.warning for _, records in by_file if records.warning):
-            say(warning, err=True)
+        for _, records in by_file:
+            if records.warning:
+                say(records.warning, err=True)
         equal = [(file, point) for file, records in by_file for point in records.points]
         loads = [(file, point) for file, records in by_file for point in records.requests]
         if not (loads if requests else equal):
@@ -59,7 +59,8 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     if form is None and ending and ending not in (*FORMATS, "txt"):
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
-    content = WRITERS[chosen](request_table(served, goodput) if requests else table(points))
+    rows = request_table(served, goodput) if requests else table(points)
+    content = WRITERS[form or (ending if ending in FORMATS else "csv")](rows)
     if served and not requests:
         say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:

@@ -51,11 +51,12 @@ def _bounded(convert: Callable[..., Any], largest: int) -> Callable[..., Any]:
 
 def _fault(value: Any, largest: int) -> str:
     """Return the reason why a parsed value is out of bounds; empty if it is not."""
-    if isinstance(value, tuple | list | dict):
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
         if len(value) > ITEMS:
             return f"{len(value):,} values: at most {ITEMS:,}"
-        items = value.values() if isinstance(value, dict) else value
-        return next(filter(None, (_fault(item, largest) for item in items)), "")
+        return next(filter(None, (_fault(item, largest) for item in value)), "")
     if isinstance(value, int) and abs(value) > largest:
         return f"write a whole number up to {largest:,}"
     if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):

@@ -39,6 +39,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the long 
 OFFLOADS = ("none", "cpu", "nvme")
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
+NAME_A_MODEL = "--model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
+OFFLOAD_HELP = "Weights on the GPU, in host memory or on NVMe."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = (
     "Engines (accelerate, deepspeed, stream, tensorrt), servers (vllm, llama-server, ..), or recipes in engines/.  "
@@ -56,8 +58,13 @@ def option(names: str, kind: Any, text: str, **settings: Any) -> Callable[[Comma
     return click.option(*names.split(), help=text, **({"is_flag": True} if kind is bool else {"type": kind}) | settings)
 
 
+def repeatable(names: str, text: str, metavar: str, **settings: Any) -> Callable[[Command], Command]:
+    """Return an option for texts that may be given several times."""
+    return option(names, str, f"{text} Repeatable.", multiple=True, metavar=metavar, **settings)
+
+
 class Words(click.ParamType[Any]):
-    """Comma list of words; each must be one of `choices`, if there are any, unless `others` are allowed."""
+    """Comma list of words: of `choices`, if there are any, unless `others` are allowed."""
 
     name = "a,b,.."
 
@@ -93,7 +100,7 @@ class Parsed(click.ParamType[Any]):
 
 
 def comma_list(name: str, parse: Callable[[str], Any], syntax: str) -> Parsed:
-    """Return the type of a list of values; `parse` makes each of a word, or raises ValueError. `syntax` says how."""
+    """Return the type of a list of values. `parse` makes each of a word."""
 
     def split(text: str) -> tuple[Any, ...]:
         try:
@@ -107,9 +114,9 @@ def comma_list(name: str, parse: Callable[[str], Any], syntax: str) -> Parsed:
 def typed() -> dict[str, str]:
     """Return the parameters that the command line names, and their options."""
     context = click.get_current_context()
-    options = {str(parameter.name): parameter.opts[-1] for parameter in context.command.params}
+    options = ((str(parameter.name), parameter.opts[-1]) for parameter in context.command.params)
     source = context.get_parameter_source
-    return {name: option for name, option in options.items() if source(name) is ParameterSource.COMMANDLINE}
+    return {name: option for name, option in options if source(name) is ParameterSource.COMMANDLINE}
 
 
 def positive(word: str) -> int:
@@ -133,13 +140,9 @@ SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
 BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
 DTYPE = Parsed("dtype", _dtype)
 dtype = option("--dtype", DTYPE, "Weight type.  [default: the model's own]", metavar="|".join(DTYPES))
-gpu_weights = option(
-    "--gpu-weights", Words(), "Offloaded weights that stay on the GPU: auto, 25%, 40GiB.  [default: auto]"
-)
+gpu_weights = option("--gpu-weights", Words(), "Offloaded weights kept on the GPU: auto, 25%, 40GiB.  [default: auto]")
 models = option("-m --model", Words(), MODEL_HELP)
-offloads = option(
-    "--offload", Words(OFFLOADS), "Weights on the GPU, in host memory or on an NVMe drive.  [default: none,cpu]"
-)
+offloads = option("--offload", Words(OFFLOADS), f"{OFFLOAD_HELP}  [default: none,cpu]")
 
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
@@ -207,8 +210,7 @@ def timeout(default: float, limited: str) -> Callable[[Command], Command]:
 
 def record(kind: str) -> Callable[[Command], Command]:
     """Return the option ``--output`` of a kind of study."""
-    help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
-    return option("-o --output", PATH, help_text)
+    return option("-o --output", PATH, f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]")
 
 
 model = option("-m --model", str, MODEL_HELP, required=True)
@@ -228,23 +230,16 @@ def any_model(function: Command) -> Command:
 
 
 engine = option("--engine", str, ENGINE_HELP, default="stream")
-offload_if_needed = option(
-    "--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: none if they fit]"
-)
+offload_if_needed = option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: none if they fit]")
 layers = option("--layers", COUNT, "A slice: the model's first N layers only.")
+LOAD_FORMATS = click.Choice(["auto", "safetensors", "dummy"])
 load_format = option(
-    "--load-format",
-    click.Choice(["auto", "safetensors", "dummy"]),
-    "Real weights, random ones of the same size (dummy), or real ones if there are any.  [default: auto]",
+    "--load-format", LOAD_FORMATS, "Real weights, random ones (dummy), or real ones if any.  [default: auto]"
 )
 prompt_text = option(
     "--prompt-file", str, "Text.  [default: Python's manual]", metavar="FILE", default="default", show_default=False
 )
-weights = option(
-    "--weights",
-    Words(WEIGHTS),
-    "Format of the layers' weights; int4 (groups of 128), int8 and fp8 are lossy.  [default: as-released]",
-)
+weights = option("--weights", Words(WEIGHTS), "Layers' format; int4, int8 and fp8 are lossy.  [default: as-released]")
 allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
 
 load_options = option_group(  # of a load: weights, type, slice, NVMe folder, engine settings
@@ -254,48 +249,36 @@ load_options = option_group(  # of a load: weights, type, slice, NVMe folder, en
     layers,
     option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme; stream takes several: A,B."),
     gpu_weights,
-    option(
+    repeatable(
         "-O --option settings",
-        str,
-        "An option of the engine (listed below); a comma list is an axis. Repeatable.",
-        multiple=True,
+        "Engine option (see below); a comma list is an axis.",
+        "KEY=VALUE[,VALUE..]",
         callback=engine_options,
-        metavar="KEY=VALUE[,VALUE..]",
     ),
     _shorthands,
 )
 
-chat_template = option(
-    "--chat-template", str, "Chat template: a file, or one of the model's by name.", metavar="FILE|NAME"
-)
+chat_template = option("--chat-template", str, "A file, or one of the model's by name.", metavar="FILE|NAME")
 
 
-class PerMachine(click.ParamType[Any]):
-    """Comma list of ``MACHINE=VALUE``; without a name, for all machines."""
+def per_machine(kind: click.ParamType[Any]) -> Parsed:
+    """Return the type of a comma list of ``MACHINE=VALUE``; without a name, for all machines."""
 
-    name = "[machine=]value,.."
+    def parse(text: str) -> Any:
+        words = (word.rpartition("=") for word in text.split(","))
+        return tuple((name.strip(), kind(value.strip())) for name, _, value in words)
 
-    def __init__(self, kind: click.ParamType[Any]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        words = (word.rpartition("=") for word in value.split(","))
-        return tuple((name.strip(), self._kind.convert(text.strip(), param, ctx)) for name, _, text in words)
+    return Parsed("[machine=]value,..", parse)
 
 
 price = option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour.")
 
 job_options = option_group(  # of a command that answers requests
     engine,
-    option("--offload", ONE_OFFLOAD, "Weights on the GPU, in host memory or on NVMe.  [default: the faster]"),
-    option("--concurrency --batch-size batch_size", COUNT, "Most rows that run at a time.  [default: all that fit]"),
+    option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: the faster]"),
+    option("--concurrency --batch-size batch_size", COUNT, "Maximum rows at a time.  [default: all that fit]"),
     option(
-        "--max-tokens --output-len output_len",
-        COUNT,
-        "Most tokens of an answer, for requests without max_tokens.",
-        default=256,
+        "--max-tokens --output-len output_len", COUNT, "Maximum tokens of an answer, if none is asked.", default=256
     ),
     weights,
     load_options,
@@ -363,7 +346,7 @@ def sweep_of(how: dict[str, Any], **fields: Any) -> Sweep:
 
 
 def one_load(verb: str, how: dict[str, Any]) -> dict[SweepLoad, str]:
-    """Return the load of a verb's flags for each offload, with targets. Raises UsageError, OptionError, EngineError."""
+    """Return the load for each offload, with its target. Raises UsageError, OptionError, EngineError."""
     check_nvme([how["offload"]], how["nvme_path"])
     if any(len(values or ()) > 1 for values in [*how["settings"].values(), how["gpu_weights"], how["weights"]]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")

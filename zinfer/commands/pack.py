@@ -27,8 +27,8 @@ from zinfer.system.host import host_bytes
 @options.layers
 @option("-o --output", options.PATH, "Folder, or .plan file.  [default: in engines/packed, or engines/plans]")
 @options.allow_nan
-@option("--max-batch-size", options.COUNT, "Most sequences in a batch, for tensorrt.")
-@option("--max-seq-len", click.IntRange(min=2), "Most tokens of a sequence, prompt and output, for tensorrt.")
+@option("--max-batch-size", options.COUNT, "Maximum sequences in a batch, for tensorrt.")
+@option("--max-seq-len", click.IntRange(min=2), "Maximum tokens of a sequence, prompt and output, for tensorrt.")
 @options.load_format
 @option("--force", bool, "Replace a plan that exists.", default=None)
 def command(engine: str, output: Path | None, **how: Any) -> None:
@@ -73,13 +73,14 @@ def command(engine: str, output: Path | None, **how: Any) -> None:
 def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool | None) -> Path:
     from zinfer.engine.stream.weights import packed
 
-    folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
-    whole = round(source.spec.streamed_bytes * source.spec.stored_ratio)
+    spec = source.spec
+    folder = output or packed.PACKED / packed.folder_name(spec, source.revision)
+    whole = round(spec.streamed_bytes * spec.stored_ratio)
     watch.message(f"packing {gb(whole)} of layers into {folder}")
     with writing(folder):
-        size = packed.write(source.spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
-    share = size / whole
-    watch.message(f"{gb(size)}, {share:.1%} of it" + ("" if share < 0.99 else f": {packed.why_whole(source.spec)}"))
+        size = packed.write(spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
+    why = f": {packed.why_whole(spec)}" if size >= 0.99 * whole else ""
+    watch.message(f"{gb(size)}, {size / whole:.1%} of it{why}")
     return folder
 
 
@@ -98,9 +99,8 @@ def quantised(source: Source, weights: Any, output: Path | None, watch: Watch) -
     watch.message(f"writing {source.spec.name} with layers in {weights} into {folder}")
     with writing(folder):
         done = checkpoint.write(source.spec, source.revision, folder, weights, _device(), watch.progress)
-    share = f"{done.after / done.before:.1%} of {gb(done.before)}"
-    size = f"{gb(done.after)}, {share}; the folder has {gb(done.nbytes)}"
-    watch.message(f"{done.matrices:,} matrices in {weights}: {size}")
+    size = f"{gb(done.after)}, {done.after / done.before:.1%} of {gb(done.before)}"
+    watch.message(f"{done.matrices:,} matrices in {weights}: {size}; the folder has {gb(done.nbytes)}")
     if done.kept:
         more = f" and {len(done.kept) - 1:,} more" if len(done.kept) > 1 else ""
         watch.message(f"routers, shared or narrow matrices of the layers stay as they are: {done.kept[0]}{more}")

@@ -22,11 +22,13 @@ from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
 from zinfer.commands.ranking import Group
 from zinfer.core.case import Case
-from zinfer.core.engine import ENGINES, OptionError, conflict, is_server
+from zinfer.core.engine import ENGINES, OptionError, conflict, draft_of, is_server
 from zinfer.core.errors import NOTHING
-from zinfer.core.machine import Machine, catalogue_names, override
+from zinfer.core.machine import Machine, override
+from zinfer.core.machine import catalogue as machine_catalogue
 from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.core.units import counted, duration, figures, gb, gib
+from zinfer.core.value import group_by
 from zinfer.job import requests
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, make_sweep, read_toml, sweep_recipe, with_options
 from zinfer.plan.advice import advice, choices, host_needed, host_unknown, peers
@@ -52,15 +54,11 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
 
 @click.command("plan")
 @click.argument("recipe", required=False)
-@option(
-    "--list listed", click.Choice(["models", "machines"]), "List the catalogue, or show the entry that RECIPE names."
-)
+@option("--list listed", click.Choice(["models", "machines"]), "List the catalogue, or show its entry RECIPE.")
 @options.models
 @option("--machine", options.Words(), "Catalogue names, machine.json files, all; several are ranked.  [default: this]")
-@option(
-    "--set settings", str, "Replace a figure: h2d_bandwidth=200GB/s. Repeatable.", multiple=True, metavar="FIELD=VALUE"
-)
-@option("--host-memory", options.PerMachine(click.STRING), "As 128GiB or rtx-4090=64GiB. Repeatable.", multiple=True)
+@options.repeatable("--set settings", "Replace a figure: h2d_bandwidth=200GB/s.", "FIELD=VALUE")
+@option("--host-memory", options.per_machine(click.STRING), "As 128GiB or rtx-4090=64GiB. Repeatable.", multiple=True)
 @option("--engine", options.Words(), options.ENGINES_HELP)
 @options.offloads
 @option("--batch-size", options.BATCHES, "Sequences at once; auto: that of the best throughput.  [default: auto]")
@@ -85,18 +83,16 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
     is_flag=False,
     flag_value=str(SHIPPED),
 )
-@option(
+@options.repeatable(
     "--sla --want levels",
-    str,
     "A service level to keep: 'ttft<=30s', 'tpot<=100ms', 'e2e<=5min', '20 tok/s' of the batch, '5 tok/s/user', "
-    "or METRIC:STATISTIC:<=:VALUE. Repeatable.",
-    multiple=True,
-    metavar="LEVEL",
+    "or METRIC:STATISTIC:<=:VALUE.",
+    "LEVEL",
 )
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.")
 @option(
     "--price stated",
-    options.PerMachine(options.AMOUNT),
+    options.per_machine(options.AMOUNT),
     "USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
     multiple=True,
 )
@@ -130,19 +126,14 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     else:
         for group in groups if not several else ():
             _print(group, question, bool(efficiencies))
-            decided = [] if group.answer is None else decision.lines(group.answer, "plan")
-            lines = [
-                *choices(group.plans),
-                *records.servers(group),
-                *peers(group.plans, group.single),
-                *_experts(group.plans),
-            ]
-            lines += [*map(records.describe, group.plans), *decided, question.describe(group.plan)]
-            for line in filter(None, [advice(group.plans), *lines, question.assumption(group.machine)]):
+            lines = [advice(group.plans), *choices(group.plans), *records.servers(group)]
+            lines += [*peers(group.plans, group.single), *_experts(group.plans), *map(records.describe, group.plans)]
+            lines += [] if group.answer is None else decision.lines(group.answer, "plan")
+            for line in filter(None, [*lines, question.describe(group.plan), question.assumption(group.machine)]):
                 say(line)
         click.echo()
-        for title in dict.fromkeys(group.title for group in groups) if several else ():
-            ranking.show(title, [it for it in groups if it.title == title], question, bool(efficiencies))
+        for title, alike in group_by(groups, lambda group: group.title).items() if several else ():
+            ranking.show(title, alike, question, bool(efficiencies))
         for machine in machines if not several else ():
             _print_machine(machine, bool(efficiencies))
         for engine, efficiency in efficiencies.items():
@@ -172,7 +163,7 @@ def planned(
         raise click.UsageError("--deadline is that of --prompts: say how many")
     deadline = None if how["deadline"] is None else parse_seconds(how["deadline"])
     question = ranking.Question(machines, prices, count, how["levels"], how["objective"], deadline)
-    if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
+    if acceptance is not None and all(draft_of(load.options) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
     records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
     groups = list(_groups(sweep, machines, efficiencies, records, question))
@@ -180,7 +171,7 @@ def planned(
 
 
 def _machines(sweep: Sweep, settings: tuple[str, ...], host_memory: PerMachineValues) -> list[Machine]:
-    names = [name for asked in sweep.machine for name in (catalogue_names() if asked == ALL else (asked,))]
+    names = [name for asked in sweep.machine for name in (machine_catalogue() if asked == ALL else (asked,))]
     named = [load_machine(name) for name in dict.fromkeys(names)] if names else [local.this_machine()]
     sizes = _by_machine("--host-memory", host_memory, named)
     every = []
@@ -227,15 +218,14 @@ def _remarks(plans: Sequence[Plan], brief: bool) -> Iterator[str]:
 
 def _elsewhere(plans: Sequence[Plan]) -> str:
     """Return a sentence on machines on which one of `plans` fits."""
-    loads = {plan.case.load: plan.model for plan in plans}
-    known, unknown = list[str](), list[str]()
-    for machine in map(load_machine, catalogue_names()):
-        fitting = [one for one in (Planner(*load, machine).plan for load in loads.items()) if one.holds]
-        if fitting:
-            (unknown if all(map(host_unknown, fitting)) else known).append(machine.name)
-    names = f"on {', '.join(known)}; " * bool(known)
-    names += f"if the host has its memory, on {', '.join(unknown)}; " * bool(unknown)
-    model = plans[0].case.model
+    loads, model = {plan.case.load: plan.model for plan in plans}, plans[0].case.model
+    holding, assuming = list[str](), list[str]()
+    for machine in map(load_machine, machine_catalogue()):
+        all_plans = [Planner(*load, machine).plan for load in loads.items()]
+        if fitting := [plan for plan in all_plans if plan.holds]:
+            (assuming if all(map(host_unknown, fitting)) else holding).append(machine.name)
+    names = f"on {', '.join(holding)}; " * bool(holding)
+    names += f"if the host has its memory, on {', '.join(assuming)}; " * bool(assuming)
     ranked = f"`zinfer plan --model {model} --machine all` ranks them"
     return f"it fits {names}{ranked}" if names else f"{model} fits on no machine of the catalogue"
 
@@ -265,9 +255,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
         axis = tuple(int(value) if str(value).isdigit() else value for value in values)
         fields = with_options(fields, {key: axis}, origin)
     if "model" not in fields:
-        raise click.UsageError(
-            "say what to plan: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
-        )
+        raise click.UsageError(f"say what to plan: {options.NAME_A_MODEL}")
     sweep = make_sweep(fields, origin)
     served = () if {"input_len", "output_len"} & fields.keys() else requests.request_sets(sweep)
     if not served:
@@ -306,18 +294,20 @@ def _groups(
             continue
         planners: dict[Case, Planner] = {}
         for load in runnable:
-            if (load.model, load.layers) == (name, layers):
-                case = load.case("dummy", spec.dtype, input_len, output_len)
-                # what changes nothing: a codec does nothing for weights that stay
-                codec = {"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {}
-                settings = tuple(pair for pair in load.options if pair not in (SCENARIOS | codec).items())
-                case = case.model_copy(update={"options": settings})
-                if case not in planners:
-                    model = records.routed(specs[load.weights])
-                    if load.draft_model is not None:
-                        model = model.model_copy(update={"draft": resolve(load.draft_model, spec.dtype)})
-                    efficiency = efficiencies.get(load.engine, Efficiency()) if efficiencies else None
-                    planners[case] = Planner(case, model, machine, efficiency)
+            if (load.model, load.layers) != (name, layers):
+                continue
+            case = load.case("dummy", spec.dtype, input_len, output_len)
+            # what changes nothing: a codec does nothing for weights that stay
+            codec = {"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {}
+            settings = tuple(pair for pair in load.options if pair not in (SCENARIOS | codec).items())
+            case = case.model_copy(update={"options": settings})
+            if case in planners:
+                continue
+            model = records.routed(specs[load.weights])
+            if load.draft_model is not None:
+                model = model.model_copy(update={"draft": resolve(load.draft_model, spec.dtype)})
+            efficiency = efficiencies.get(load.engine, Efficiency()) if efficiencies else None
+            planners[case] = Planner(case, model, machine, efficiency)
         part = "" if layers is None else f", {layers} layers"
         part += f" ({spec.max_position:,} positions)" if spec.max_position else ""
         planned = True
@@ -426,10 +416,6 @@ def _print(group: Group, question: ranking.Question, calibrated: bool) -> None:
     console().print(table_of(columns, reversed(rows.values()), f"{title}: {kind}, nothing was run", drop=drop))
 
 
-def _draft_of(load: SweepLoad | Case) -> str:
-    return str(dict(load.options).get("draft", "none"))
-
-
 class _Records:
     """Acceptance of drafts and routing of mixtures, as recorded."""
 
@@ -443,13 +429,9 @@ class _Records:
         return read(folder, tuple(json.dumps(word) for word in words)) if folder.exists() else Records()
 
     @cached_property
-    def _traces(self) -> Sequence[study.Study]:
+    def _traces(self) -> list[study.Study]:
         folders = (folder for folder in dict.fromkeys(self._folders) if folder.is_dir())
         return [run for folder in folders for run in study.read(folder, "routing").runs]
-
-    @cached_property
-    def _machines(self) -> Mapping[str, Machine]:
-        return calibrate.load_machines(self._folders[-1])
 
     def routed(self, spec: ModelSpec) -> ModelSpec:
         """Return a model with its routing, if that was recorded."""
@@ -459,11 +441,12 @@ class _Records:
         return spec.model_copy(update={"routing": routing_of(spec, self._traces, points)})
 
     def _accepted(self, plan: Plan) -> tuple[int, int]:
-        return acceptance_of(self._points(plan.case.model, "draft").requests, plan.case.model, _draft_of(plan.case))
+        model, draft = plan.case.model, draft_of(plan.case.options)
+        return acceptance_of(self._points(model, "draft").requests, model, draft)
 
     def with_drafts(self, planner: Planner, plan: Plan) -> Plan:
         """Return a plan with what its drafts gain, if that is known."""
-        if _draft_of(plan.case) == "none":
+        if draft_of(plan.case.options) == "none":
             return plan
         right, checked = (self._stated, 1) if self._stated is not None else self._accepted(plan)
         return planner.with_drafts(plan, right / checked) if checked else plan
@@ -477,29 +460,30 @@ class _Records:
     def servers(self, group: Group) -> Iterator[str]:
         """Yield a sentence on a server that is faster by a record."""
         workload, machine = group.plan.case.workload, group.machine
+        points = self._points(group.plan.case.model, "command").points  # which only servers have
+        machines = calibrate.load_machines(self._folders[-1]) if points else {}
 
         def alike(point: Measurement) -> bool:
             """Tell whether a point is of this work, on such a machine."""
-            load, there = point.case.workload, self._machines.get(point.machine)
+            load, there = point.case.workload, machines.get(point.machine)
             gpus = there is not None and (there.gpu_name, there.gpu_count) == (machine.gpu_name, machine.gpu_count)
             same = (load.input_len, load.output_len) == (workload.input_len, workload.output_len)
             same = same and (gpus or point.machine == machine.name)
             return same and is_server(point.case.engine) and point.case.layers == group.plan.case.layers
 
-        points = self._points(group.plan.case.model, "command").points  # which only servers have
         fastest = rates.winner([point for point in latest(points) if alike(point)])
         ours = max((plan.expected_tok_s or 0.0 for plan in group.plans if plan.holds), default=0.0)
         if fastest is not None and (fastest.output_tok_s or 0.0) > ours:
             yield (
-                f"A server of others is faster: {fastest.case.label()}, batch {fastest.case.workload.batch_size}, made "
-                f"{rates.rate_text(fastest)} tok/s ({fastest.machine}, {fastest.started_at[:10]}: `zinfer best`); "
-                f"{figures(ours)} are predicted of zinfer."
+                f"A server of others is faster: {fastest.case.batch_label}, made {rates.rate_text(fastest)} tok/s "
+                f"({fastest.machine}, {fastest.started_at[:10]}: `zinfer best`); {figures(ours)} are predicted of "
+                "zinfer."
             )
 
     def describe(self, plan: Plan) -> str:
         """Return what a plan's drafts gain, in a sentence; nothing without drafts."""
-        label, drafting = f"{plan.case.label()}, batch {plan.case.workload.batch_size}", plan.drafting
-        if _draft_of(plan.case) == "none" or not plan.holds:
+        label, drafting = plan.case.batch_label, plan.drafting
+        if draft_of(plan.case.options) == "none" or not plan.holds:
             return ""
         if drafting is None:
             why = "no record says how often a draft is right"
@@ -521,7 +505,7 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
         crosses = bool(plan.streamed_bytes or computes)
         if model.num_experts < 2 or not crosses or placement.tier != "host" or not plan.holds:
             continue
-        label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
+        label = plan.case.batch_label
         if computes:
             read = gb(Sizes(placement, model).touched(tokens) * placement.expert_ratio)
             yield (

@@ -43,8 +43,8 @@ def command(
     names = FIGURES if wanted is None or ALL in wanted else wanted
     chosen = choose(results, machine)
     sweeps = chosen.read()
-    all_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
-    runs = [run for run in all_runs if chosen.keeps(run.machine)]
+    reads = (study.read(root, "reuse") for root in chosen.roots() if root.exists())
+    runs = [run for read in reads for run in read.runs if chosen.keeps(run.machine)]
     try:
         if warning := usable(sweeps, chosen).warning:
             say(warning, err=True)

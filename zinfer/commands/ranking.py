@@ -69,8 +69,7 @@ class Question(NamedTuple):
             return ""
         gpus = f"{plan.placement.gpus} GPUs of " * (plan.placement.gpus > 1)
         paid = ", of no known price" if run[1] is None else f" for {figures(run[1])} USD"
-        batch = f"at batch {plan.case.workload.batch_size}"
-        due = ""
+        batch, due = f"at batch {plan.case.workload.batch_size}", ""
         if self.deadline is not None:
             needed = self.needed(plan)
             number = "no number of machines is enough" if needed is None else f"it takes {counted(needed, 'machine')}"
@@ -119,13 +118,14 @@ class Question(NamedTuple):
 
 def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
     """Return predictions as points, for levels and prices; they are never shown as measured."""
-    points = []
-    for plan in plans:
-        if plan.holds and plan.prefill_s is not None and plan.step_s is not None:
-            steps = (plan.step_s * 1e3,) * (plan.case.workload.output_len - 1)
-            fields: dict[str, Any] = {"status": "ok", "machine": plan.machine.name, "ttft_ms": (plan.prefill_s * 1e3,)}
-            points.append(Measurement(case=plan.case, step_ms=(steps,), **fields))
-    return tuple(points)
+    return tuple(
+        Measurement(
+            case=plan.case, status="ok", machine=plan.machine.name, ttft_ms=(plan.prefill_s * 1e3,),
+            step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
+        )
+        for plan in plans
+        if plan.holds and plan.prefill_s is not None and plan.step_s is not None
+    )  # fmt: skip
 
 
 class Group(NamedTuple):
@@ -142,11 +142,10 @@ class Group(NamedTuple):
         """Best plan: as decided, else the fastest that fits, else the smallest."""
         decided = None if self.answer is None else self.answer.point or self.answer.nearest
         holding = [plan for plan in self.plans if plan.holds]
-        return (
-            next((plan for plan in holding if decided is not None and plan.case == decided.case), None)
-            or max(holding, key=lambda plan: plan.output_tok_s or 0.0, default=None)
-            or min(self.plans, key=lambda plan: plan.gpu.total)
-        )
+        if not holding:
+            return min(self.plans, key=lambda plan: plan.gpu.total)
+        chosen = (plan for plan in holding if decided is not None and plan.case == decided.case)
+        return next(chosen, None) or max(holding, key=lambda plan: plan.output_tok_s or 0.0)
 
     @property
     def missed(self) -> list[SlaCheck]:

@@ -1,7 +1,8 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -9,10 +10,9 @@ from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option, price
+from zinfer.commands.options import PATH, option, price
 from zinfer.commands.out import write
 from zinfer.commands.results import Chosen, choose, results_options
-from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
@@ -25,16 +25,10 @@ from zinfer.system import machines
 
 @click.command("report")
 @results_options
-@option(
-    "-o --output",
-    click.Path(path_type=Path),
-    "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
-)
+@option("-o --output", PATH, "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]")
 @option("-m --model", str, "Report only this model.")
 @price
-def command(
-    results: Path | None, machine: str | None, output: Path | None, model: str | None, gpu_hour_usd: float | None
-) -> None:
+def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **more: Any) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
     the decision and its risks, then the results, predictions and evidence behind it.
 
@@ -49,7 +43,7 @@ def command(
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
     output = output or Path("plots") / _folder(findings) / "report.html"
-    document = contents.document(findings._replace(gpu_hour_usd=gpu_hour_usd))
+    document = contents.document(findings._replace(**more))
     write(output, page.html(document))
     click.echo(output)
 
@@ -61,16 +55,10 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     by_file = [(file, records.those(wanted)) for file, records in chosen.read()]
     every = Records.joined(records for _, records in by_file)
     folders = dict.fromkeys([*(file.parent for file, _ in by_file), *filter(Path.is_dir, chosen.roots())])
-    names = [
-        (name, folder / f"{name}{suffix}")
-        for name in get_args(study.StudyName)
-        for folder in folders
-        for suffix in (".json", ".jsonl")
-    ]
-    runs = study.Runs.joined(study.read(file, name) for name, file in names if file.exists())
-    sweeps: dict[tuple[str, Case], Path] = {}
-    for file, records in by_file:
-        sweeps |= {(point.machine, point.case): file for point in records.points}
+    named = product(get_args(study.StudyName), folders, ("json", "jsonl"))
+    paths = [(folder / f"{name}.{suffix}", name) for name, folder, suffix in named]
+    studies = [study.read(path, name) for path, name in paths if path.exists()]
+    sweeps = {(point.machine, point.case): file for file, records in by_file for point in records.points}
     loads = loads_of(every.points)
     workloads: list[WorkloadFindings] = []
     for group, points in groups(every.points).items():
@@ -79,11 +67,12 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
         workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, described, rates))
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
-    studied = [run for run in runs.runs if is_wanted(model, run.case.model if run.case else run.model)]
+    all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
+    faults = [fault for read in studies for fault in read.damaged]
     return Findings(
         tuple(workloads),
-        tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
-        studies=latest(run for run in studied if chosen.keeps(run.machine)),
+        tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*faults, *every.damaged)),
+        studies=latest(run for run in all_runs if is_wanted(model, run.case.model if run.case else run.model)),
         requests=every.requests,
     )
 

@@ -29,18 +29,15 @@ results_options = option_group(  # which `choose` understands
 
 
 class Chosen(NamedTuple):
-    """Results to answer from, in `path`, of `machines` (None is all).
-
-    `named` tells whether the path was given; `this_machine`, that the machine is this one because none was asked for.
-    """
+    """Results to answer from."""
 
     path: Path
-    machines: tuple[str, ...] | None
-    named: bool
-    this_machine: bool
+    machines: tuple[str, ...] | None  # None is all
+    named: bool  # the path was given
+    this_machine: bool  # the machine is this one because none was asked for
 
     def roots(self) -> tuple[Path, ...]:
-        """Return the folders and files to read: damage in another machine's records does not matter."""
+        """Return the folders and files to read, without those of other machines."""
         if self.named or self.machines is None or not self.path.is_dir():
             return (self.path,)
         inside = sorted(self.path.iterdir())

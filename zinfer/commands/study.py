@@ -207,7 +207,7 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
 @command.command("reuse", cls=options.LoadCommand)
 @options.model
 @option("--engine", options.Words(), options.ENGINES_HELP, default="stream")
-@option("--offload", options.Words(options.OFFLOADS), "Weights on the GPU, in host memory, on NVMe.", default="cpu")
+@option("--offload", options.Words(options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
 @option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
 @option("--new-tokens", options.COUNT, "Trailing tokens to compute; the rest comes from the cache.", default=32)
 @option("--repeats", options.COUNT, "Samples a context length.", default=3)

@@ -14,7 +14,7 @@ from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say
 from zinfer.commands.watch import Watch
-from zinfer.core.engine import OptionError
+from zinfer.core.engine import OptionError, draft_of
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration
@@ -25,7 +25,6 @@ from zinfer.job.recipe import RecipeError, Sweep, make_sweep, parse_option, read
 from zinfer.job.shard import Shard, shards_begun
 from zinfer.job.signals import Interrupted
 from zinfer.plan.advice import describe
-from zinfer.plan.planner import Plan
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.system import local
 from zinfer.worker import process
@@ -68,13 +67,11 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
 @option("--output-len", options.NUMBERS, "Generated tokens.  [default: 32]")
 @option("--requests", click.Path(dir_okay=False), "Measure a load: OpenAI's batch lines, or input_len and output_len.")
-@option(
+@options.repeatable(
     "--request-lengths",
-    str,
     "Measure random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
-    "uniform:245,106,spread=0.5; fixed:245,106 (mean tokens in and out). Repeatable.",
-    multiple=True,
-    metavar="DISTRIBUTION",
+    "uniform:245,106,spread=0.5; fixed:245,106 (mean tokens in and out).",
+    "DISTRIBUTION",
 )
 @option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
 @option(
@@ -85,7 +82,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
-@option("--sla", str, "Level, as ttft:p99:<=:30s; requests that keep all are goodput.", multiple=True, metavar="LEVEL")
+@options.repeatable("--sla", "Level, as ttft:p99:<=:30s; requests that keep all are goodput.", "LEVEL")
 @option("--rounds", options.COUNT, "Repeat the whole sweep N times, reloading the model each time.  [default: 1]")
 @option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
 @option("--yes", bool, "Begin a sweep of more than an hour without a question.")
@@ -101,12 +98,8 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--shard", options.SHARD, "Measure only the loads i, i+n, .., into a part beside --output: for a job array.")
 @option("--merge", bool, "Put the points of all shards together.")
 @option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of an array in Slurm's queue.")
-@option(
-    "--slurm-arg slurm_args",
-    str,
-    "Option of sbatch: time=4:00:00, partition=gpu, exclusive, setup='module load cuda'. Repeatable.",
-    multiple=True,
-    metavar="KEY[=VALUE]",
+@options.repeatable(
+    "--slurm-arg slurm_args", "Option of sbatch: time=4:00:00, exclusive, setup='module load cuda'.", "KEY[=VALUE]"
 )
 @click.pass_obj
 def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shard | None, **given: Any) -> None:
@@ -165,15 +158,13 @@ def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared
     if shared:
         fields.setdefault("minutes", 0)
     if "model" not in fields:
-        raise click.UsageError(
-            "say what to measure: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
-        )
+        raise click.UsageError(f"say what to measure: {options.NAME_A_MODEL}")
     plan = make_sweep(fields, recipe or "the command line")
     if plan.machine:
         raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")
     if any(sla.parse(text).metric == "decode_tok_s" for text in plan.sla):
         raise sla.SlaError("--sla: requests have no decode_tok_s: write user_tok_s or output_tok_s")
-    if plan.batch_size != () and any(dict(load.options).get("draft", "none") != "none" for load in plan.loads()):
+    if plan.batch_size != () and any(draft_of(load.options) != "none" for load in plan.loads()):
         raise OptionError("draft: equal batches of random tokens say nothing about drafts; measure requests alone")
     options.check_nvme(plan.offload, how["nvme_path"])
     conflicts = [load.conflict for load in plan.loads()]
@@ -214,13 +205,12 @@ def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard:
     expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     with Store.open(path) as store, Watch() as watch:
-        watch.message(f"results: {path}")
-        watch.message(expected)
-        store.append_header(header)
+        watch.message(f"results: {path}\n{expected}")
+        store.append(header)
         try:
             outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
             if shard is not None and not outcome.left:
-                store.append_header(header.model_copy(update={"complete": True}))
+                store.append(header.model_copy(update={"complete": True}))
             store.check()
             if outcome.left:
                 rest = f"not measured: {'; '.join(outcome.left)}. --resume goes on, --minutes none measures all"
@@ -309,15 +299,17 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
 def name_of(recipe: str | None, plan: Sweep) -> str:
     if recipe is not None:
         return Path(recipe).stem
-    models = "-".join(Path(model).name for model in plan.model)
-    slices = [f"-{layers}-layers" for layers in plan.layers if layers is not None]
-    return models + "".join(slices)
+    models = [Path(model).name for model in plan.model]
+    return "-".join([*models, *(f"{layers}-layers" for layers in plan.layers if layers is not None)])
 
 
 def _print_plans(plan: Sweep, jobs: list[sweep.LoadJob], as_json: bool) -> None:
-    rows: list[Plan] = []
-    for planner, case in ((job.planner, case) for job in jobs for case in job.cases):
-        rows += [planner.at(case.with_batch(n).workload) for n in likely_batches(plan, planner, case.workload)]
+    rows = [
+        job.planner.at(case.workload.with_batch(size))
+        for job in jobs
+        for case in job.cases
+        for size in likely_batches(plan, job.planner, case.workload)
+    ]
     if as_json:
         click.echo(json.dumps([row.model_dump(mode="json", exclude={"model", "machine"}) for row in rows], indent=1))
         return

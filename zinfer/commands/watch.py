@@ -14,7 +14,7 @@ from zinfer.analysis.requests import share_within
 from zinfer.commands.out import PlainConsole, wrapped
 from zinfer.core.case import Case
 from zinfer.core.progress import NOTE
-from zinfer.core.units import duration, figures, gb
+from zinfer.core.units import duration, figures, gb, milliseconds
 from zinfer.job.batch.run import BatchProgress
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
@@ -28,8 +28,7 @@ MIN_SHARE, MIN_S = 0.02, 3.0  # share and seconds of a stage from which on its r
 
 
 class Watch:
-    """Progress on stderr. Without a terminal finished items are printed, a line each, and the stage that lasts longer
-    than a minute."""
+    """Progress on stderr. Without a terminal finished items, and long stages, are lines."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.console = PlainConsole(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -129,12 +128,11 @@ class Watch:
         workload = point.case.workload
         tail: str = "fits" if point.status == "ok" else point.status
         if point.output_tok_s is not None and point.tpot_ms is not None:
-            ttft = sum(point.ttft_ms) / len(point.ttft_ms)
-            times = f"TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
+            times = f"TTFT {milliseconds(point.mean_ttft_ms)}  TPOT {milliseconds(point.tpot_ms)}"
             tail = "" if point.status == "ok" else f"{point.status}: "
             tail += f"{point.output_tok_s:10.2f} tok/s  {times}{self._link(point.link_share)}"
-            planned = [milliseconds for key in ("ttft_ms", "step_ms") if (milliseconds := point.predicted.get(key))]
-            tail += f"  (planned {', '.join(duration(each / 1e3) for each in planned)})" * bool(planned)
+            planned = [milliseconds(ms) for key in ("ttft_ms", "step_ms") if (ms := point.predicted.get(key))]
+            tail += f"  (planned {', '.join(planned)})" * bool(planned)
         elif point.error:
             tail += f" ({point.error})"
         lengths = f"{workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
@@ -145,7 +143,7 @@ class Watch:
         tail = point.status + (f" ({point.error})" if point.error else "")
         if point.output_tok_s is not None:
             times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
-            words = [f"{name} p99 {duration(value.p99 / 1e3)}" for name, value in times.items() if value is not None]
+            words = [f"{name} p99 {milliseconds(value.p99)}" for name, value in times.items() if value is not None]
             tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}{self._link(point.link_busy)}"
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
         head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"

@@ -1,5 +1,6 @@
 """Cases: points requested of a machine, the keys of their measurements."""
 
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
@@ -26,6 +27,14 @@ class Workload(Frozen):
     def total_len(self) -> int:
         """Tokens of one sequence at its end."""
         return self.input_len + self.output_len
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens that a decode step attends to, on average."""
+        return self.input_len + self.output_len // 2
+
+    def with_batch(self, batch_size: int) -> "Workload":
+        return self.model_copy(update={"batch_size": batch_size})
 
 
 class Case(Frozen):
@@ -54,10 +63,9 @@ class Case(Frozen):
     def _as_before(self, fields: SerializerFunctionWrapHandler) -> Any:
         """Leave out new fields at their defaults, as earlier versions do."""
         written = fields(self)
-        if isinstance(written, dict):
-            for name in ("allow_nan", "weights"):
-                if written.get(name) == type(self).model_fields[name].default:
-                    del written[name]
+        for name in ("allow_nan", "weights"):
+            if written.get(name) == type(self).model_fields[name].default:
+                del written[name]
         return written
 
     @property
@@ -66,8 +74,7 @@ class Case(Frozen):
         return self.with_batch(1)
 
     def with_batch(self, batch_size: int) -> "Case":
-        workload = self.workload.model_copy(update={"batch_size": batch_size})
-        return self.model_copy(update={"workload": workload})
+        return self.model_copy(update={"workload": self.workload.with_batch(batch_size)})
 
     @property
     def lossy(self) -> bool:
@@ -80,6 +87,21 @@ class Case(Frozen):
         options = "".join(f" {key}={str(value).rpartition('/')[2]}" for key, value in self.options)  # its name
         weights = "" if self.weights == "as-released" else f" weights={self.weights}"
         return f"{self.engine} {self.offload}{resident}{weights}{options}{' allow-nan' if self.allow_nan else ''}"
+
+    @property
+    def batch_label(self) -> str:
+        """Configuration and batch: ``stream cpu, batch 64``."""
+        return f"{self.label()}, batch {self.workload.batch_size}"
+
+
+def without_folders(model: str) -> str:
+    """Return a model's name, without the folders of a local path."""
+    return PurePath(model).name if model.startswith((".", "/", "~")) else model
+
+
+def weights_text(load_format: LoadFormat) -> str:
+    """Return ``dummy weights``, or that they are the checkpoint's."""
+    return "dummy weights" if load_format == "dummy" else "weights of the checkpoint"
 
 
 def spread(count: int, every: int) -> tuple[int, ...]:

@@ -58,12 +58,9 @@ KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpac
 
 
 def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
-    """Return how many times `CHUNK_BYTES` cross the link in one copy.
-
-    Each copy and each unpacking costs launches: it is 4 where a weight takes 4 bits there, 2 for a large layer. Several
-    `gpus`, which also launch a gather of a chunk's parts, take as many, or fewer, so that a layer has `MIN_CHUNKS`.
-    """
+    """Return how many times `CHUNK_BYTES` cross the link in one copy. Each costs launches."""
     alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
+    # Several GPUs, which also launch a gather of a chunk's parts, take as many, or fewer for `MIN_CHUNKS` of a layer.
     return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
 
 
@@ -261,6 +258,10 @@ class EngineKind:
     extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
+    def makes(self, weights: Weights) -> bool:
+        """Tell whether it gives weights this format, other than as released."""
+        return weights in self.native_formats if self.native_formats else self.only_as_released is None
+
     @property
     def defaults(self) -> dict[str, Option]:
         """Option name to default value."""
@@ -319,11 +320,7 @@ def values(field_info: FieldInfo) -> list[str]:
 
 
 def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:
-    """Return the `given` options that differ from the defaults, sorted by name.
-
-    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with those
-    that exist, and for a wrong value, with the choices.
-    """
+    """Return the `given` options that differ from the defaults, sorted. Raises OptionError."""
     kind = _options(engine)
     fields = {**(PlanOptions.model_fields if planning else {}), **kind.model_fields}
     options: dict[str, Option] = {}
@@ -383,6 +380,11 @@ def plan_options(engine: str, options: Options) -> PlanOptions:
     return _lenient(PlanOptions, defaults | dict(options))
 
 
+def draft_of(options: Options) -> str:
+    """Return the option `draft` of a case."""
+    return str(dict(options).get("draft", "none"))
+
+
 def draft_model(engine: str, options: Options) -> str | None:
     """Return the name of a case's drafting model, if any."""
     return getattr(read_options(engine, options), "draft_model", None)
@@ -395,15 +397,12 @@ def conflict(
     kind = ENGINES.get(engine)
     if weights != "as-released" and kind is None:
         return f"--weights {weights} is for zinfer's engines: {engine} reads checkpoints as they are"
-    if weights != "as-released" and kind is not None and weights not in kind.native_formats:
-        takes = {
-            name: other.native_formats or [weights] for name, other in ENGINES.items() if not other.only_as_released
-        }
-        able = ", ".join(name for name, formats in takes.items() if weights in formats)
-        if kind.only_as_released is not None:
-            return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({kind.only_as_released})"
+    if weights != "as-released" and kind is not None and not kind.makes(weights):
+        able = ", ".join(name for name, other in ENGINES.items() if other.makes(weights))
+        takes = f"has no packed weights ({kind.only_as_released})"
         if kind.native_formats:
-            return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.native_formats)}"
+            takes = f"takes {', '.join(kind.native_formats)}"
+        return f"--weights {weights} is for {able}: engine {engine} {takes}"
     settings = read_options(engine, options)
     if gpu_weights == "auto" and offload != "none" and settings.transport().placed_once:
         fixed = f"engine {engine} places its weights once, when it loads them: give a share (25%) or a size (40GiB)"

@@ -82,13 +82,10 @@ class Machine(Frozen):
         return self
 
     def attention_rate(self, sharing: int) -> float | None:
-        """Return `attention_bandwidth` for `sharing` query heads a key head.
-
-        The products for each byte grow with `sharing`. The CPU alone is no slower than while the link copies: where it
-        was measured so, its first samples were too early.
-        """
+        """Return `attention_bandwidth` for `sharing` query heads a key head."""
         if self.attention_bandwidth is None:
             return None
+        # No slower than while the link copies: where it was measured so, its first samples were too early.
         alone = max(self.attention_bandwidth, self.shared_attention_bandwidth or 0.0)
         grouped = self.grouped_attention_bandwidth or GROUPED_SHARE * alone
         return min(alone, grouped * SHARING / sharing)
@@ -99,11 +96,7 @@ class Machine(Frozen):
         return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
 
     def at_peak(self) -> "Machine":
-        """Return the machine with its rates at their peaks.
-
-        They are the vendor's, the link's that of its wire, and pageable memory's that of page-locked memory. Figures
-        without a known peak, and those set by hand, stay.
-        """
+        """Return the machine at its known peaks: the vendor's, and the wire's of links. Set figures stay."""
         alike = (entry for entry in catalogue().values() if entry.get("gpu_name") == self.gpu_name)
         peaks = self.peaks or next((entry["peaks"] for entry in alike if "peaks" in entry), {})
         rates = {field: max(getattr(self, field) or 0.0, peak) for field, peak in peaks.items()}
@@ -113,11 +106,9 @@ class Machine(Frozen):
             generation, width = int(match[1]), 16
         if self.h2d_bandwidth and not self.coherent and generation in PCIE_BANDWIDTH and isinstance(width, int):
             wire = PCIE_BANDWIDTH[generation] * width / 16
-            rates["h2d_bandwidth"] = max(self.h2d_bandwidth, wire)
-            if self.links_bandwidth:
-                rates["links_bandwidth"] = max(self.links_bandwidth, wire * self.gpu_count)
-            if self.duplex_bandwidth:
-                rates["duplex_bandwidth"] = max(self.duplex_bandwidth, wire)
+            for field, links in (("h2d_bandwidth", 1), ("links_bandwidth", self.gpu_count), ("duplex_bandwidth", 1)):
+                if measured := getattr(self, field):
+                    rates[field] = max(measured, wire * links)
         rates = {field: value for field, value in rates.items() if field not in self.overridden}
         if self.pageable_bandwidth and "pageable_bandwidth" not in self.overridden:
             link = rates.get("h2d_bandwidth", self.h2d_bandwidth) or 0.0
@@ -183,11 +174,6 @@ def _flops(text: str) -> int:
 
 @cache
 def catalogue() -> dict[str, Any]:
-    """Return the entries of the catalogue, by name."""
+    """Return the entries of the catalogue, by the name that `--machine` takes."""
     with (files("zinfer") / "catalog" / "machines.toml").open("rb") as file:
         return tomllib.load(file)
-
-
-def catalogue_names() -> tuple[str, ...]:
-    """Return the names of machines that `--machine` takes without a probe."""
-    return tuple(catalogue())

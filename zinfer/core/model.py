@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from zinfer.core.errors import ZinferError
-from zinfer.core.value import Frozen
+from zinfer.core.value import Frozen, group_by
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -90,21 +90,16 @@ class LayerSpec(Frozen):
 
 
 class Shape(Frozen):
-    """Shape of a model: counts and widths, without name, dtype or weights.
-
-    `other_parameters` counts all that is not in one decoder layer alone: embeddings, head, final norm, and weights that
-    several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert in
-    a model with experts.
-    """
+    """Shape of a model; heads and widths are those of the layer that caches most."""
 
     num_layers: int
     layers: tuple[LayerSpec, ...]  # in depth order
-    other_parameters: int
+    other_parameters: int  # embeddings, head, final norm, and weights that several layers share
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # that of one expert in a model with experts
     vocab_size: int
     max_position: int | None = None
     num_experts: int = 0
@@ -122,10 +117,10 @@ class Routing(Frozen):
 
     def hit_rate(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
         """Return the recorded share of needs that a cache meets: of the share `cached` of experts, interpolated."""
-        by_tokens: dict[int, list[tuple[float, float]]] = {}
-        for step, size, hits in sorted(self.hits.get(policy, ())):
-            by_tokens.setdefault(step, [(0.0, 0.0)]).append((size, hits))
-        rates = [(step, _interpolated([*points, (1.0, 1.0)], cached)) for step, points in by_tokens.items()]
+        rates = []
+        for step, rows in group_by(sorted(self.hits.get(policy, ())), lambda row: row[0]).items():
+            by_size = [(0.0, 0.0), *((size, hits) for _, size, hits in rows), (1.0, 1.0)]
+            rates.append((step, _interpolated(by_size, cached)))
         return _interpolated(rates, tokens) if rates else None
 
 
@@ -348,19 +343,19 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
     """Return `positions`, or those that YaRN or longrope serve.
 
-    `settings` are those of rotary positions. A factor of x serves sequences of x times the original length, says
-    `transformers` (``RopeParameters``); model cards of Qwen add YaRN and leave ``max_position_embeddings`` as it was.
-    Longer sequences of dynamic NTK or longrope have other keys from their first token on.
+    A factor of x serves x times the original length, says `transformers` (``RopeParameters``); model cards of Qwen add
+    YaRN and leave ``max_position_embeddings``. Longer sequences of longrope have other keys from their first token on.
     """
-    kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
+    kind = settings.get("rope_type", settings.get("type"))
+    factor: Any = settings.get("factor")
     original = settings.get("original_max_position_embeddings") or positions
-    if positions is not None and kind in ("longrope", "su") and type(original) is int:
+    if positions is None or type(original) is not int:
+        return positions
+    if kind in ("longrope", "su"):
         return min(positions, original)
-    if positions is None or kind != "yarn" or type(original) is not int:
-        return positions
-    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:
-        return positions
-    return max(positions, int(original * factor))
+    if kind == "yarn" and type(factor) in (int, float) and 1 <= factor <= MAX_STRETCH:
+        return max(positions, int(original * factor))
+    return positions
 
 
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:

@@ -34,19 +34,15 @@ class Lengths(NamedTuple):
 
 
 class LengthDistribution(Frozen):
-    """Distribution of the lengths of requests; prompts and answers are independent.
-
-    `input_len` and `output_len` are the means before lengths are cut. `sigma` is the standard deviation of a log-normal
-    length's logarithm; a uniform length is within `spread`, a share, of its mean.
-    """
+    """Distribution of the lengths of requests; prompts and answers are independent."""
 
     kind: Literal["lognormal", "uniform", "fixed"]
-    input_len: int = Field(ge=1, le=MAX_COUNT)
+    input_len: int = Field(ge=1, le=MAX_COUNT)  # mean, before lengths are cut
     output_len: int = Field(ge=1, le=MAX_COUNT)
     max_input_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
     max_output_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
-    sigma: float = Field(default=0.5, ge=0, le=MAX_SIGMA)
-    spread: float = Field(default=0.5, ge=0, le=1)
+    sigma: float = Field(default=0.5, ge=0, le=MAX_SIGMA)  # standard deviation of a log-normal length's logarithm
+    spread: float = Field(default=0.5, ge=0, le=1)  # share of its mean within which a uniform length is
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -111,18 +107,14 @@ RequestCount = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 
 
 class RequestLoad(Frozen):
-    """Load of requests, a part of the key of its record.
-
-    `in_flight` (a closed loop: requests at a time, or as many as fit) or `request_rate` (an open one: requests a
-    second, or all at once) is set. In a closed loop of a number the longest answers may come first.
-    """
+    """Load of requests, a part of the key of its record. Either `in_flight` or `request_rate` is set."""
 
     source: str  # distribution of lengths, or name and checksum of a file
     requests: int = Field(ge=1, le=MAX_REQUESTS)
     seed: int = Field(default=0, ge=0, le=MAX_COUNT)
-    in_flight: InFlight | None = None
-    request_rate: RequestRate | None = None
-    order: Order = "given"
+    in_flight: InFlight | None = None  # closed loop: requests at a time, or as many as fit
+    request_rate: RequestRate | None = None  # open loop: requests a second, or all at once
+    order: Order = "given"  # of a number in flight the longest answers may come first
 
     @model_validator(mode="after")
     def _one_loop(self) -> Self:

@@ -66,6 +66,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def milliseconds(ms: float | None) -> str:
+    """Return ms as `duration` does; nothing for None."""
+    return "" if ms is None else duration(ms / 1e3)
+
+
 def duration(seconds: float) -> str:
     """Return seconds as text: ``850 ms``, ``6.41 s``, ``3 min 20 s``."""
     if seconds < 1:

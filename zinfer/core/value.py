@@ -1,8 +1,12 @@
-"""Base class of the values that zinfer passes around and stores."""
+"""Base class of the values that zinfer passes around, and their groups."""
 
-from typing import Self
+from collections.abc import Callable, Hashable, Iterable
+from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 class Frozen(BaseModel):
@@ -16,6 +20,14 @@ class Frozen(BaseModel):
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
+
+
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items of each key, in their order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def first_fault(error: ValidationError) -> str:

@@ -112,7 +112,7 @@ def likely_batches(sweep: Sweep, planner: Planner, workload: Workload) -> list[i
         return list(sweep.batch_size)
     batches, answer, sizes = batches_of(sweep, planner.at(workload)), None, list[int]()
     while (attempt := advance(batches, answer)) is not None:
-        sized = workload.model_copy(update={"batch_size": attempt.batch_size})
+        sized = workload.with_batch(attempt.batch_size)
         fits = attempt.batch_size <= max(1, planner.max_batch(workload))
         answer = Answer("ok" if fits else "oom_gpu", planner.rate(sized) if attempt.timed and fits else None)
         if attempt.timed and fits:
@@ -135,7 +135,7 @@ def _request_seconds(planner: Planner, requests: RequestSet) -> float | None:
     single = Workload(batch_size=1, input_len=input_len, output_len=output_len)
     in_flight, total = requests.load.in_flight, len(requests.requests)
     rows = max(1, min(total, planner.max_batch(single), in_flight if isinstance(in_flight, int) else total))
-    prefill_s, step_s = planner.at(single.model_copy(update={"batch_size": rows})).expected()
+    prefill_s, step_s = planner.at(single.with_batch(rows)).expected()
     if prefill_s is None or step_s is None:
         return None
     rate = requests.load.request_rate

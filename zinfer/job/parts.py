@@ -81,7 +81,7 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
         starts = {_undated(header) for header in before.headers}
         for header in headers:
             if _undated(header) not in starts:
-                store.append_header(header)
+                store.append(header)
         lines = {*read_lines(output)}
         new = [point for point in points if encode(point) not in lines]
         store.append(*new)

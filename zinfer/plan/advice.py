@@ -37,18 +37,16 @@ HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 
 def advice(plans: Sequence[Plan]) -> str:
     """Advise in one sentence whether to stream. `plans` come from `Planner.best`, of one model and machine."""
-    able = [plan for plan in plans if plan.holds and plan.output_tok_s]
+    able = sorted((plan for plan in plans if plan.holds and plan.output_tok_s), key=_rate, reverse=True)
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."
     staying, moving = (
-        max((plan for plan in able if (plan.streamed_bytes > 0) is streams), key=_rate, default=None)
-        for streams in (False, True)
+        next((plan for plan in able if (plan.streamed_bytes > 0) is streams), None) for streams in (False, True)
     )
     if moving is None or staying is None:
-        only = moving or staying or able[0]
         too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
-        stream = "Stream: without it the weights do not fit. " if too_large else "Only streaming was planned: "
-        return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
+        stream = "Stream: without it the weights do not fit." if too_large else "Only streaming was planned:"
+        return f"{stream if moving else 'Do not stream: all of it fits.'} {_words(able[0])}."
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
@@ -67,10 +65,7 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
-    """Yield a sentence on each engine that would be faster than `plans`.
-
-    `single` ones are for one reader.
-    """
+    """Yield a sentence on each faster engine. `single` plans are for one reader."""
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     best = max(able, key=_rate, default=None)
     if best is None or not _offloads(best):
@@ -90,7 +85,7 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
     rows = min(workload.batch_size, int(room / max(1, model.kv_bytes(1, workload.total_len))))
     if gpus < 2 or rows < 1 or machine.hbm_bandwidth is None or machine.matmul_flops is None:
         return
-    share, context = PEERS.on_gpu * gpus, workload.input_len + workload.output_len // 2
+    share, context = PEERS.on_gpu * gpus, workload.mean_context
     weights = round(stored * model.parameters_read(rows) / model.parameters)
     kv, hbm, matmul = model.kv_bytes(rows, context), share * machine.hbm_bandwidth, share * machine.matmul_flops
     step_s = max((weights + kv) / hbm, model.decode_flops(rows, context) / matmul) + PEERS.layer_s * model.num_layers

@@ -193,8 +193,7 @@ class Sizes:
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
 
-        All are unpacked, or copied, but resident layers that are computed in place: uncoded or kept unpacked ones, and
-        quantised ones from their codes.
+        All are but resident layers computed in place: uncoded or kept unpacked ones, and quantised ones from codes.
         """
         placement, model = self.placement, self.model
         if not placement.ring_depth:
@@ -231,8 +230,8 @@ class Sizes:
         """Return the peak bytes of one layer's prefill of `rows` prompts.
 
         These are hidden states, the widest intermediate twice (and a gate), for each expert of a token, and eager
-        attention scores without a fused kernel (three times in the weights' type, softmax in float32). Passes in blocks
-        keep their hidden states each, and a dense feed-forward network takes a long prompt in blocks, too.
+        attention scores (three times in the weights' type, softmax in float32). Passes in blocks keep their hidden
+        states each, and a dense feed-forward network takes a long prompt in blocks, too.
         """
         prompts = self.placement.prefill_rows(rows, length)
         tokens = at_once = prompts * length
@@ -258,9 +257,8 @@ class Sizes:
     ) -> Tiers:
         """Count the bytes on GPU, host and NVMe at their peak.
 
-        Buffers and activations are taken times `working_factor`. Without a GPU the host carries the device's bytes,
-        which are counted under `gpu` all the same. A host of `host_bytes` may have no memory to touch ahead. A load
-        that `reads` a checkpoint has two buffers for it.
+        Buffers and activations are taken times `working_factor`. Without a GPU the host carries what counts as `gpu`. A
+        host of `host_bytes` may have no memory to touch ahead. A load that `reads` a checkpoint has two buffers for it.
         """
         placement, model = self.placement, self.model
         batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len

@@ -104,10 +104,7 @@ class Placer:
         return Timing(placement, self.model, self.machine, self._good)
 
     def _with_codes(self, case: Case) -> Case:
-        """Return the case as it is placed: released codes stay codes on the GPU, as layers of which none streams.
-
-        Weights whose codes no product reads are unpacked once instead, if the GPU has room for them so.
-        """
+        """Return the case as it is placed: released codes stay on the GPU where products read them."""
         coded = self.transport.coded_at_rest and self.model.stored_ratio < 1 and self.machine.gpu_count > 0
         if case.offload != "none" or not coded or self.options.gpus > 1 or self.options.weight_codec == "none":
             return case
@@ -117,11 +114,7 @@ class Placer:
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _choose(self, workload: Workload) -> Placement:
-        """Place a workload as is fastest, with coded resident layers kept unpacked.
-
-        They take no more bytes than in the checkpoint, by which a budget counts. With ``auto`` fewer layers stay where
-        the others, unpacked in their place, make a shorter step.
-        """
+        """Place a workload as is fastest, with coded resident layers kept unpacked."""
         placement = self._fastest(workload)
         able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
@@ -141,7 +134,7 @@ class Placer:
 
     def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
         """Return the placement with the fewest unpacked layers for the shortest step."""
-        stay, context = placement.resident_layers, workload.input_len + workload.output_len // 2
+        stay = placement.resident_layers
         more = max(1.0, (1 - placement.kept_ratio) * max(self._layer_sizes[index] for index in stay))
         room = int((self._free(placement, workload) - TUNING.unpacked_margin) // more)
         limit = max(0, min(len(stay), room))
@@ -153,7 +146,7 @@ class Placer:
 
         def seconds(count: int, efficiency: Efficiency) -> float:
             timing = Timing(keeping(count), self.model, self.machine, efficiency)
-            return timing.step(workload.batch_size, context).seconds or inf
+            return timing.step(workload.batch_size, workload.mean_context).seconds or inf
 
         enough = TUNING.hidden * seconds(limit, careful)
         count = limit - largest(lambda fewer: seconds(limit - fewer, careful) <= enough, limit)
@@ -185,9 +178,9 @@ class Placer:
 
     def _seconds(self, placement: Placement, workload: Workload) -> float:
         """Return the seconds of a batch; infinite where no rate is known."""
-        timing, context = self._timing(placement), workload.input_len + workload.output_len // 2
+        timing = self._timing(placement)
         prefill = timing.prefill(workload.batch_size, workload.input_len).seconds
-        step = timing.step(workload.batch_size, context).seconds
+        step = timing.step(workload.batch_size, workload.mean_context).seconds
         return inf if prefill is None or step is None else prefill + step * (workload.output_len - 1)
 
     @property
@@ -247,7 +240,7 @@ class Placer:
         all_fit = self.tiers(smallest, workload, counted).gpu.total <= room
         if kv_place == "auto" and (all_fit or self._rows_on_gpu(smallest, workload) == batch_size):
             return on_gpu
-        ways, context = [], workload.input_len + workload.output_len // 2
+        ways, context = [], workload.mean_context
         for on_cpu in cpu_choices if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
             # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
             chunks = on_gpu.layer_chunks if on_cpu else TUNING.ring_depth
@@ -372,10 +365,8 @@ class Placer:
 
     @cached_property
     def _cpu_tokens(self) -> int:
-        """Maximum tokens of a pass whose experts the CPU computes; 0 if the link brings them sooner.
-
-        With ``auto`` it is 0 unless experts lie in host memory as released: others take fewer bytes on the link, coded.
-        """
+        """Maximum tokens of a pass whose experts the CPU computes; 0 if the link brings them sooner."""
+        # Experts that do not lie in host memory as released take fewer bytes on the link, coded.
         model, machine, asked = self.model, self.machine, self.options.experts == "cpu"
         released = model.stored_ratio < 1 and not model.fp8_ratio and machine.gpu_count and self._coded
         if self.options.experts not in ("auto", "cpu") or not self._experts_on_demand or not (asked or released):
@@ -439,11 +430,7 @@ class Placer:
         }
 
     def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
-        """Return the ring buffers and resident bytes that fit the GPU.
-
-        `reserved` ones of these bytes come before a KV cache. With experts on demand buffers for experts come first, up
-        to a layer's, then all but experts of whole layers, which every pass needs, then experts.
-        """
+        """Return the ring buffers, or those for experts, and resident bytes."""
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
         if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one
             return placement.expert_buffers or max(TUNING.ring_depth, placement.kv_buffers), 0

@@ -37,10 +37,7 @@ class Drafting(Frozen):
 
 
 class Plan(Frozen):
-    """A case on a machine, before anything runs. Everything in it is predicted; `placement` is obeyed.
-
-    It is a cautious one (`CAUTIOUS`) if the engine gives free GPU memory away; limits are those without that margin.
-    """
+    """A case on a machine, before anything runs; `placement` is obeyed, limits have none of its margin."""
 
     case: Case
     model: ModelSpec
@@ -118,10 +115,7 @@ class Plan(Frozen):
 
 
 class Planner:
-    """Plans of one load: a case, whatever its workload, on a machine, with the efficiency of its engine.
-
-    Without `efficiency` times are the physical limits. A plan of this load that is `given` is not made again.
-    """
+    """Plans of one load on a machine; without `efficiency` times are the physical limits."""
 
     def __init__(
         self,
@@ -173,20 +167,20 @@ class Planner:
     def max_batch(self, workload: Workload) -> int:
         """Return the largest batch of the workload's lengths that memory holds; 0 if none."""
         given = self._given
-        if given is not None and _sized(workload, given.case.workload.batch_size) == given.case.workload:
+        if given is not None and workload.with_batch(given.case.workload.batch_size) == given.case.workload:
             return given.max_batch_size
         return self._largest(workload.input_len, workload.output_len)
 
     def best(self, workload: Workload) -> Plan:
         """Plan the batch size with the highest predicted throughput; batch 1 if nothing fits, or no time is known."""
-        return self.at(_sized(workload, self.best_size(workload)))
+        return self.at(workload.with_batch(self.best_size(workload)))
 
     def within(self, workload: Workload, keeps: Callable[[Plan], bool]) -> list[Plan]:
         """Plan powers of two, the best batch, and the edges of `keeps`."""
         plans = {(best := self.best(workload)).case.workload.batch_size: best}
 
         def keeps_batch(size: int) -> bool:
-            plans[size] = self.at(_sized(workload, size))
+            plans[size] = self.at(workload.with_batch(size))
             return keeps(plans[size])
 
         search.boundaries(keeps_batch, self.max_batch(workload))
@@ -194,7 +188,7 @@ class Planner:
 
     def shortages(self, workload: Workload) -> list[str]:
         """List the memory that the load lacks even at batch 1: the bytes needed on each tier, and those there are."""
-        machine, single = self.machine, _sized(workload, 1)
+        machine, single = self.machine, workload.with_batch(1)
         tiers = self.placer.tiers(self.placer.bare(single), single)
         gpu, host, nvme = (tier.total for tier in tiers)
         short = []
@@ -245,11 +239,7 @@ class Planner:
         return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
 
     def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
-        """Return the planner with the fastest batch of at most `rows` rows.
-
-        It is this one, or one with all experts of a layer together, or with a fixed share of layers that stay, which
-        leave host memory to the KV cache, or let the rest fit there.
-        """
+        """Return the planner with the fastest batch of at most `rows` rows: experts together, or other shares."""
         case, size = self.case, self.best_size(workload, rows)
         if case.offload != "cpu" or not self.placer.transport.leaves_host:
             return self
@@ -259,15 +249,15 @@ class Planner:
             limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
             if not limit or other.shortages(workload):
                 return 0.0
-            return max(other.rate(_sized(workload, min(each, limit))) or 0.0 for each in sizes)
+            return max(other.rate(workload.with_batch(min(each, limit))) or 0.0 for each in sizes)
 
         def best_rate(other: Planner) -> float:
             return rate(other, other.best_size(workload, rows))
 
         others = [self]
-        if self.placer.options.experts == "auto" and self._figured(_sized(workload, size)).experts == "on-demand":
+        if self.placer.options.experts == "auto" and self._figured(workload.with_batch(size)).experts == "on-demand":
             others.append(self.with_option("experts", "all"))
-        crowded = not best_rate(self) or self.placer.fills_host(self.tiers(_sized(workload, size)))
+        crowded = not best_rate(self) or self.placer.fills_host(self.tiers(workload.with_batch(size)))
         all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
         shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
         if case.gpu_weights == "auto" and shares:
@@ -280,7 +270,7 @@ class Planner:
     def best_size(self, workload: Workload, rows: int | None = None) -> int:
         """Return the best batch size by predicted throughput, at most `rows`."""
         limit = min(self.max_batch(workload), rows or search.LARGEST_BATCH)
-        return search.best_batch(lambda size: self.rate(_sized(workload, size)) or 0.0, limit)
+        return search.best_batch(lambda size: self.rate(workload.with_batch(size)) or 0.0, limit)
 
     def _with(self, **fields: Any) -> "Planner":
         case = self.case.model_copy(update=fields)
@@ -401,13 +391,9 @@ def make_plan(
 
 def _times(timing: Timing, workload: Workload, drafts: int = 0, full: int = 0) -> tuple[Times, Times]:
     """Return the times of prefill and step; a full ring saves `full` bytes."""
-    ready, context = full // max(1, workload.output_len - 1), workload.input_len + workload.output_len // 2
+    ready = full // max(1, workload.output_len - 1)
     prefill = timing.prefill(workload.batch_size, workload.input_len, full)
-    return prefill, timing.step(workload.batch_size, context, ready, drafts)
-
-
-def _sized(workload: Workload, batch_size: int) -> Workload:
-    return workload.model_copy(update={"batch_size": batch_size})
+    return prefill, timing.step(workload.batch_size, workload.mean_context, ready, drafts)
 
 
 def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:

@@ -297,10 +297,7 @@ class Timing:
         return self._factors.link_share * min(placement.gpus * link, measured)
 
     def _weights_read(self, work: _Work) -> float:
-        """Return the bytes of weights that are read from GPU memory.
-
-        A limit reads them as they are stored; predictions do so for resident layers in a pass of few tokens.
-        """
+        """Return the bytes of weights that are read from GPU memory; a limit reads them as they are stored."""
         placement, model, sizes = self.placement, self.model, self._sizes
         embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
         read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0) - sizes.touched(work.tokens)
@@ -420,10 +417,7 @@ class Timing:
         return self.model.num_layers * max(self.efficiency.layer_s, layer_s)
 
     def _router_wait_s(self, links: float) -> float:
-        """Return the seconds in which the link waits for routers.
-
-        In each layer: launches, unpacking and reading of all but experts, less the copy of these for a later layer.
-        """
+        """Return the seconds in which the link waits for routers."""
         model, placement = self.model, self.placement
         dense = model.streamed_bytes - model.routed_bytes
         copied = max(0, dense - self._sizes.resident)

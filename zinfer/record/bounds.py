@@ -1,8 +1,7 @@
 """Bounds of recorded values: types of fields, and checks of what has no fields.
 
-A line may be whole and sealed and still hold a time of 0 ms, 10^300 bytes or a name of a million characters, because it
-was made by hand or by a faulty program. Records refuse such values, so that nothing behind them has to guard against
-them.
+A line may be whole and sealed and still hold a time of 0 ms or a name of a million characters, made by hand or by a
+faulty program. Records refuse such values, so that nothing behind them has to guard against them.
 """
 
 from collections.abc import Mapping

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from zinfer.core.case import Case, Workload
+from zinfer.core.value import group_by
 from zinfer.record.measurement import Effective, Measurement, Recorded, latest
 from zinfer.record.requests import METRICS, PassCounts, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
@@ -52,6 +53,10 @@ def _attributes(point: object, names: str, usable: bool = True) -> Row:
     return {name: getattr(point, name) if usable else None for name in names.split()}
 
 
+def _subject(file: str, point: Recorded) -> Row:
+    return {"file": file, "machine": point.machine, **_fields(Case, point.case)}
+
+
 def _outcome(point: Recorded) -> Row:
     rest = _attributes(point, "num_layers total_layers status stage error")
     return {"model_revision": point.model_revision or None} | rest
@@ -70,26 +75,20 @@ def _conditions(point: Recorded) -> Row:
     }
 
 
-def _half_width(samples: Sequence[float], usable: bool) -> float | None:
-    return ci95_half_width(samples) if usable else None
-
-
 def _row(file: str, point: Measurement) -> Row:
     usable, tpot_ms = point.usable, [fmean(steps) for steps in point.step_ms if steps]
     return {
-        "file": file,
-        "machine": point.machine,
-        **_fields(Case, point.case),
+        **_subject(file, point),
         **_fields(Workload, point.case.workload),
         **_outcome(point),
         "repeats": len(point.ttft_ms) or None,
         **_attributes(point, "output_tok_s", usable),
-        "output_tok_s_half_width": _half_width(point.output_tok_s_samples, usable),
+        "output_tok_s_half_width": ci95_half_width(point.output_tok_s_samples) if usable else None,
         **_attributes(point, "decode_tok_s prefill_tok_s", usable),
-        "ttft_ms": fmean(point.ttft_ms) if usable else None,
-        "ttft_ms_half_width": _half_width(point.ttft_ms, usable),
+        "ttft_ms": point.mean_ttft_ms if usable else None,
+        "ttft_ms_half_width": ci95_half_width(point.ttft_ms) if usable else None,
         **_attributes(point, "tpot_ms", usable),
-        "tpot_ms_half_width": _half_width(tpot_ms, usable),
+        "tpot_ms_half_width": ci95_half_width(tpot_ms) if usable else None,
         **_attributes(point, "step_median_ms", usable),
         "e2e_ms": fmean(point.e2e_ms) if usable else None,
         **_attributes(point, "load_s load_bytes"),
@@ -106,9 +105,7 @@ def _request_row(file: str, point: RequestPoint) -> Row:
     texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
     times = {metric: point.summary(metric) if usable else None for metric in METRICS}
     return {
-        "file": file,
-        "machine": point.machine,
-        **_fields(Case, point.case),
+        **_subject(file, point),
         **_attributes(asked, "source requests seed"),
         **{name: None if value is None else str(value) for name, value in texts.items()},
         **_outcome(point),
@@ -128,10 +125,8 @@ def _request_row(file: str, point: RequestPoint) -> Row:
 
 def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
     """Return a row for each file's latest points."""
-    files: dict[str, list[Measurement]] = {}
-    for file, point in points:
-        files.setdefault(file, []).append(point)
-    kept = [(file, point) for file, file_points in files.items() for point in latest(file_points)]
+    files = group_by(points, lambda pair: pair[0])
+    kept = [(file, point) for file, pairs in files.items() for point in latest(point for _, point in pairs)]
     predicted = sorted({name for _, point in kept for name in point.predicted})
     versions = sorted({name for _, point in kept for name in point.versions})
     return [
@@ -150,8 +145,7 @@ def request_table(
 
 
 def to_csv(rows: Sequence[Row]) -> bytes:
-    """Return comma-separated UTF-8 with a header. Every line break is one newline; numbers are as exact as in the
-    records; a text that a spreadsheet would take for a formula begins with an apostrophe."""
+    """Return comma-separated UTF-8 with a header. No text is a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(_unarmed, rows[0]))

@@ -126,10 +126,7 @@ def _checksum(*parts: bytes) -> bytes:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a regular file. Raises StoreError.
-
-    The last one may lack its newline.
-    """
+    """Return the lines of a regular file, the last one perhaps torn. Raises StoreError."""
     try:
         content = read_bytes(path, MAX_BYTES)
     except FileNotFoundError:
@@ -171,9 +168,8 @@ class Closing(AbstractContextManager["Closing"]):
 class AppendLog(Closing):
     """File open for appending, by this process alone. Make one with `AppendLog.open`; call `mend` before appending.
 
-    Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
-    the end of a run, sees whether the file is still where it was and ends where this process left it; if not, the lines
-    that it holds are saved in a new file next to it.
+    Locks are only advice. So every append, and `check` at the end of a run, sees whether the file is still where it was
+    and ends where this process left it; if not, the lines that it holds are saved in a new file next to it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -201,34 +197,25 @@ class AppendLog(Closing):
             raise
         return lines
 
-    def append(self, *lines: bytes) -> None:
-        """Append lines, given without newlines, and wait for the disk.
-
-        On StoreError (disk full, say) the file ends where it did before. Raises TakenAwayError if it is not the file
-        that it was; these lines are saved, too.
-        """
+    def append_lines(self, *lines: bytes) -> None:
+        """Append lines, without newlines, and wait for the disk. Nothing of them stays after a StoreError."""
         data = b"".join(line + b"\n" for line in lines)
         self.check(data)
         _append(self._descriptor, data, self.path)
         self._end += len(data)
 
     def check(self, pending: bytes = b"") -> None:
-        """Raise TakenAwayError if the file changed; its lines are saved.
-
-        `pending` lines are saved, too. Raises StoreError if that fails.
-        """
-        opened = os.fstat(self._descriptor)
+        """Raise TakenAwayError if the file changed. Its lines, and `pending` ones, are saved."""
+        opened, fault = os.fstat(self._descriptor), ""
         try:
             current = os.stat(self.path)
+            if (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
+                fault = "was replaced by another file"
         except OSError:
-            current = None
-        if current is None:
             fault = "was deleted"
-        elif (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
-            fault = "was replaced by another file"
-        elif opened.st_size != self._end:
+        if not fault and opened.st_size != self._end:
             fault = "was cut" if opened.st_size < self._end else "was written to by somebody else"
-        else:
+        if not fault:
             return
         saved = self._save(pending)
         raise TakenAwayError(
@@ -307,7 +294,7 @@ def _keep_garbled(path: Path, lines: list[bytes]) -> None:
     kept = set(read_lines(path)) if path.exists() else set()
     if new := [line for line in lines if line not in kept]:
         with AppendLog.open(path) as log:
-            log.append(*new)
+            log.append_lines(*new)
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:

@@ -30,17 +30,9 @@ from zinfer.record.bounds import (
 )
 
 Status = Literal[
-    "ok",
-    "oom_gpu",
-    "oom_host",
-    "unsupported",
-    "timeout",
-    "crashed",
-    "nan_output",
-    "offload_not_effective",
-    "io_error",
+    "ok", "oom_gpu", "oom_host", "unsupported", "timeout", "crashed", "nan_output", "offload_not_effective", "io_error",
     "cancelled",
-]
+]  # fmt: skip
 
 
 class Effective(Frozen):
@@ -70,14 +62,10 @@ SpanMs = Annotated[float, Field(ge=-1e7, le=LONGEST_MS)]  # spans may begin befo
 
 
 class Span(NamedTuple):
-    """Work of a lane for a layer, ms since the step began.
-
-    No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
-    it does on the first one. Reads from disk are timed by the host's clock, the rest by the device's.
-    """
+    """Work of a lane for a layer, ms since the step began; by the device's clock, but for the disk."""
 
     lane: Lane
-    layer: Count | None
+    layer: Count | None  # None: embedding, head, and all else outside the layers
     start_ms: SpanMs  # negative if it was under way when the step began
     end_ms: SpanMs
     carries: Carried | None = None
@@ -156,13 +144,10 @@ class Recorded(Frozen):
 
 
 class Measurement(Recorded):
-    """One point: a case, its status, and every sample taken.
+    """One point: a case, its status, and every sample taken."""
 
-    `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
-    """
-
-    ttft_ms: tuple[Ms, ...] = ()
-    step_ms: tuple[tuple[Ms, ...], ...] = ()
+    ttft_ms: tuple[Ms, ...] = ()  # of each repeat: its prefill up to its first token
+    step_ms: tuple[tuple[Ms, ...], ...] = ()  # decode steps of each repeat, each synchronised
     timeline: Timeline = ()  # one more decode step after the timed ones; empty if none was traced
 
     @model_validator(mode="after")
@@ -178,8 +163,7 @@ class Measurement(Recorded):
 
     @property
     def usable(self) -> bool:
-        """True if the point has samples of the case asked for. (An ``ok`` point without samples was only tried for
-        whether it fits.)"""
+        """True if the point has samples. (An ``ok`` point without was only tried for whether it fits.)"""
         return self.status == "ok" and 0 < len(self.ttft_ms) == len(self.step_ms)
 
     @property
@@ -192,17 +176,25 @@ class Measurement(Recorded):
         """Time of prefill and decode of each repeat, in ms."""
         return tuple(first + sum(steps) for first, steps in zip(self.ttft_ms, self.step_ms, strict=True))
 
+    @property
+    def mean_ttft_ms(self) -> float | None:
+        """Mean time to the first token, in ms."""
+        return fmean(self.ttft_ms) if self.ttft_ms else None
+
+    @property
+    def steps_ms(self) -> list[float]:
+        """Decode steps of all repeats, in ms."""
+        return [step for repeat in self.step_ms for step in repeat]
+
     @cached_property
     def tpot_ms(self) -> float | None:
         """Mean time per output token after the first, in ms."""
-        steps = [step for repeat in self.step_ms for step in repeat]
-        return fmean(steps) if steps else None
+        return fmean(steps) if (steps := self.steps_ms) else None
 
     @cached_property
     def step_median_ms(self) -> float | None:
         """Median decode step over all repeats, in ms."""
-        steps = [step for repeat in self.step_ms for step in repeat]
-        return median(steps) if steps else None
+        return median(steps) if (steps := self.steps_ms) else None
 
     @property
     def output_tokens(self) -> int:
@@ -229,9 +221,8 @@ class Measurement(Recorded):
     @property
     def prefill_tok_s(self) -> float | None:
         """Prompt tokens a second of the mean prefill."""
-        if not self.ttft_ms:
-            return None
-        return self.case.workload.batch_size * self.case.workload.input_len / fmean(self.ttft_ms) * 1e3
+        workload, first_ms = self.case.workload, self.mean_ttft_ms
+        return workload.batch_size * workload.input_len / first_ms * 1e3 if first_ms else None
 
     @property
     def h2d_bandwidth(self) -> float | None:

@@ -25,17 +25,12 @@ METRICS: tuple[RequestMetric, ...] = get_args(RequestMetric)
 
 
 class RequestSample(Frozen):
-    """Request: its lengths, its arrival, and the passes of its tokens.
-
-    Passes are runs of (number of the first pass, passes in a row that gave it one token each). A negative second number
-    belongs to one pass alone, which gave it several tokens by right drafts.
-
-    Stored as a row, ``[245,106,1503.2,17,106]``.
-    """
+    """Request: its lengths, its arrival, and the passes of its tokens; stored as ``[245,106,1503.2,17,106]``."""
 
     input_len: Count
     output_len: Count
     arrived_ms: Moment
+    # Number of the first pass, and passes in a row that gave it a token each, or, negative, tokens of one pass.
     runs: tuple[tuple[Count, int], ...] = ()
 
     @model_validator(mode="before")
@@ -82,23 +77,18 @@ class RequestSample(Frozen):
 
 
 class PassCounts(Frozen):
-    """Counts over all passes of a load.
+    """Counts over all passes of a load."""
 
-    Positions of KV cache that were `read`, those of them that were `padded`, positions `computed`, those of them
-    `again`; rows `suspended` to host memory, micro-batches `merged`, `retries` for want of memory; drafts verified
-    (`drafted`), right ones (`accepted`), and those up to the first wrong one of a row and pass (`checked`).
-    """
-
-    read: Count = 0
-    padded: Count = 0
-    computed: Count = 0
-    again: Count = 0
-    suspended: Count = 0
-    merged: Count = 0
-    retries: Count = 0
-    drafted: Count = 0
-    accepted: Count = 0
-    checked: Count = 0
+    read: Count = 0  # positions of KV cache
+    padded: Count = 0  # those of them that were padding
+    computed: Count = 0  # positions
+    again: Count = 0  # those of them that were computed before
+    suspended: Count = 0  # rows that went to host memory
+    merged: Count = 0  # micro-batches
+    retries: Count = 0  # for want of memory
+    drafted: Count = 0  # drafts that were verified
+    accepted: Count = 0  # right ones
+    checked: Count = 0  # drafts up to the first wrong one of a row and pass
     drafting_ms: NotNegative = 0.0
 
     @model_validator(mode="after")
@@ -127,19 +117,15 @@ class RequestKey(NamedTuple):
 
 
 class RequestPoint(Recorded):
-    """One load of requests, its status and every sample. The workload of `case` means nothing.
-
-    `pass_ms[i]` is the time at which pass i ended; `busy_ms` the time of all passes, without waits for requests that
-    had not come. During `waiting_ms` of it further requests waited, and `waiting_tokens` were generated.
-    """
+    """One load of requests, its status and every sample. The workload of `case` means nothing."""
 
     requests: RequestLoad
-    pass_ms: tuple[Moment, ...] = ()
+    pass_ms: tuple[Moment, ...] = ()  # time at which each pass ended
     samples: tuple[RequestSample, ...] = ()
     counts: PassCounts = PassCounts()
-    busy_ms: NotNegative = 0.0
-    waiting_ms: NotNegative = 0.0
-    waiting_tokens: Count = 0
+    busy_ms: NotNegative = 0.0  # time of all passes, without waits for requests that had not come
+    waiting_ms: NotNegative = 0.0  # time of passes during which further requests waited
+    waiting_tokens: Count = 0  # tokens that were generated meanwhile
     kv_positions: Count = 0  # positions of KV cache that there was room for
     sla: tuple[Text, ...] = ()  # service levels that were asked for, as typed
 
@@ -185,10 +171,7 @@ class RequestPoint(Recorded):
         return self.pass_ms[-1] if self.pass_ms else 0.0
 
     def of(self, metric: RequestMetric) -> list[float]:
-        """Return the samples of a metric of finished requests, in ms.
-
-        ITL has one for each token but a request's first. Requests of one token have no TPOT and no ITL.
-        """
+        """Return the samples of a metric of finished requests, in ms; of ITL one for each token but the first."""
         ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
         if metric == "itl_ms":
             pairs = (pair for sample in ended for pair in pairwise(sample.passes))
@@ -214,10 +197,14 @@ class RequestPoint(Recorded):
         return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
 
     @property
+    def mean_ttft_ms(self) -> float | None:
+        """Mean time to a request's first token, in ms."""
+        return fmean(first_ms) if (first_ms := self.of("ttft_ms")) else None
+
+    @property
     def tpot_ms(self) -> float | None:
         """Mean TPOT of the requests, in ms; None if undefined."""
-        tpot = self.summary("tpot_ms")
-        return tpot.mean if tpot is not None else None
+        return fmean(tpot_ms) if (tpot_ms := self.of("tpot_ms")) else None
 
     def _per_second(self, amount: int, ms: float) -> float | None:
         return amount / ms * 1e3 if self.usable and ms else None
@@ -256,11 +243,7 @@ class RequestPoint(Recorded):
 
     @property
     def steady_tok_s(self) -> float | None:
-        """Output tokens a second between full occupancy and the last start.
-
-        That leaves out the first prompts, and the last answers, which end alone. None if requests arrive at a rate, or
-        if fewer passes lie between than an answer takes.
-        """
+        """Output tokens a second between full occupancy and the last start. None if that is too short."""
         firsts, places = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self._places
         if not self.usable or not 0 < places < len(firsts):
             return None

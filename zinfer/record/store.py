@@ -3,8 +3,7 @@
 Lines (`zinfer.record.jsonl`) are appended whole and synced, and checked when read::
 
     with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
-        store.append_header(Header(machine="h100", recipe=recipe))
-        store.append(measurement)
+        store.append(Header(machine="h100", recipe=recipe), measurement)
     points = read(Path("sweeps/results")).points
 """
 
@@ -17,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from zinfer.core.value import first_fault
 from zinfer.record.bounds import Bounded, Name, Text
-from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_files, seal, unseal
+from zinfer.record.jsonl import AppendLog, Damage, finite, read_files, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import RequestPoint
@@ -25,28 +24,22 @@ from zinfer.record.study import KIND, Start
 
 
 class Header(Start):
-    """Start of a sweep, with its settings.
-
-    In the part of a shard ``i/n`` a `complete` one is also written when all of its loads are measured.
-    """
+    """Start of a sweep, with its settings."""
 
     description: Text = ""  # of the recipe
     recipe: Bounded = Field(default_factory=dict)
     model_revision: Text = ""
-    shard: Name | None = None
-    complete: bool = False
+    shard: Name | None = None  # ``i/n``
+    complete: bool = False  # True at the end of a shard's part
 
 
 class Records(NamedTuple):
-    """Records of files in order, repeated cases included.
+    """Records of files in order, repeated cases included."""
 
-    `points` of equal sequences, `requests` of loads of requests, which are never compared with each other.
-    """
-
-    points: tuple[Measurement, ...] = ()
+    points: tuple[Measurement, ...] = ()  # of equal sequences
     headers: tuple[Header, ...] = ()
     damaged: tuple[Damage, ...] = ()
-    requests: tuple[RequestPoint, ...] = ()
+    requests: tuple[RequestPoint, ...] = ()  # loads of requests, which are never compared with points
 
     @classmethod
     def joined(cls, files: "Iterable[Records]") -> Self:
@@ -102,9 +95,8 @@ def files(path: Path) -> tuple[Path, ...]:
 def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
     """Read the records of a file or folder, with all texts `containing`.
 
-    A line that cannot be used, such as one with values out of bounds, is reported in `damaged` and the rest is used; so
-    is a file below a folder that cannot be read, as line 0. Studies in such files (`zinfer.record.study`) are passed
-    over. Raises StoreError when there is no such path or it cannot be read.
+    A line that cannot be used is reported in `damaged` and the rest is used; so is a file below a folder that cannot be
+    read, as line 0. Studies are passed over. Raises StoreError when `path` itself cannot be read.
     """
     words = [word.encode() for word in containing]
     by_kind: dict[type[Record], list[Any]] = {Measurement: [], Header: [], RequestPoint: []}
@@ -123,41 +115,22 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
     return Records(points, headers, tuple(damaged), requests)
 
 
-class Store(Closing):
+class Store(AppendLog):
     """Results file open for appending, by this process alone. Make one with `Store.open`."""
 
-    def __init__(self, lines: AppendLog) -> None:
-        self.path = lines.path
-        self.damaged: tuple[Damage, ...] = ()  # found when opened; garbled lines are copied to `<file>.damaged`
-        self._lines = lines
+    damaged: tuple[Damage, ...] = ()  # lines that could not be used when it was opened
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open `path`, made if need be, and lock it until `close`.
-
-        Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
-        cut off. Raises StoreError if another process writes the file or it cannot be written.
-        """
-        store = cls(AppendLog.open(path))
+        """Open `path`, made if need be, mend it, and lock it. Raises StoreError."""
+        store = super().open(path)
         try:
-            store.damaged = tuple(Damage(path, *fault) for fault in store._lines.mend(decode, "results file"))
+            store.damaged = tuple(Damage(path, *fault) for fault in store.mend(decode, "results file"))
         except BaseException:
             store.close()
             raise
         return store
 
-    def append(self, *points: Measurement | RequestPoint) -> None:
-        """Append points and wait for the disk. On StoreError (disk full, say) the file ends where it did before."""
-        self._lines.append(*map(encode, points))
-
-    def append_header(self, header: Header) -> None:
-        """Append the header of a start, as `append` does points."""
-        self._lines.append(encode(header))
-
-    def check(self) -> None:
-        """Raise TakenAwayError if another process changed the file."""
-        self._lines.check()
-
-    def close(self) -> None:
-        """Release the file. Safe to call twice."""
-        self._lines.close()
+    def append(self, *records: Record) -> None:
+        """Append records and wait for the disk. Raises StoreError, also for a value that JSON does not have."""
+        self.append_lines(*map(encode, records))

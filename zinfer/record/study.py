@@ -10,14 +10,13 @@ makes tables and answers of runs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from math import exp
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
@@ -52,17 +51,15 @@ class Rate(Frozen):
 
 
 class Coded(Frozen):
-    """Weights of one kind, laid end to end and coded (`codec`). Rates are of raw bytes, None if nothing was timed.
-
-    `bound` is the size that coding exponents one by one can reach, with a table for every block, as a share: their
-    entropy and 8 bits, over 16; of FP8 with 4 bits, over 8.
-    """
+    """Weights of one kind, laid end to end and coded (`codec`). Rates are of raw bytes, None if nothing was timed."""
 
     name: Name
-    told: Words  # description of the weights
+    description: Words = Field(validation_alias=AliasChoices("description", "told"))  # earlier records have `told`
     total_bytes: AtLeastOne  # bytes of all weights of this kind
     raw_bytes: AtLeastOne  # bytes of the weights that were coded, before coding
     coded_bytes: AtLeastOne
+    # Size that coding exponents one by one, with a table for every block, can reach, as a share: their entropy and 8
+    # bits, over 16; of FP8 with 4 bits, over 8.
     bound: NotNegative
     status: Literal["ok", "no_smaller", "wrong_bits"]
     encode: Rate | None = None
@@ -74,29 +71,22 @@ class Coded(Frozen):
 
 
 class Position(NamedTuple):
-    """Deviation at one next token. The logits' error is the root of the mean square over the vocabulary, over the
-    standard deviation of the reference's logits; KL is the divergence of the distribution from the reference's."""
+    """Deviation of a setting from the reference at one next token."""
 
-    error: float
-    kl: float  # nats
+    error: float  # of the logits: root of the mean square, over the standard deviation of the reference's
+    kl: float  # divergence from the reference's distribution, in nats
     same: float  # 1 if the most likely token is that of the reference, else 0
     reference_nats: float  # -ln p of the token that came next, by the reference
     nats: float  # the same by the setting
 
 
 class Deviation(Frozen):
-    """Deviation of a setting from the reference (`accuracy`).
-
-    Means over all positions of `rows` rows, and the largest. Rows follow the reference's own greedy tokens (`own`), or
-    a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts the tokens of each row
-    before the first one that differs, None if all are the same. The first position of a row is its prefill's, which no
-    setting of the KV cache changes.
-    """
+    """Deviation of a setting from the reference (`accuracy`): means over all positions, and the largest."""
 
     case: RecordedCase
-    along: Along
+    along: Along  # rows follow the reference's greedy tokens (`own`), or a text, whose perplexity is known
     rows: AtLeastOne
-    positions: AtLeastOne
+    positions: AtLeastOne  # of a row the first is its prefill's, which no setting of the KV cache changes
     error: Number
     error_max: Number
     kl: Number
@@ -104,7 +94,7 @@ class Deviation(Frozen):
     agreement: Share
     reference_perplexity: Positive | None = None
     perplexity: Positive | None = None
-    first_differences: tuple[Count | None, ...] = ()
+    first_differences: tuple[Count | None, ...] = ()  # tokens of each `own` row before one that differs, None if none
 
     @classmethod
     def of(cls, case: Case, along: Along, rows: Sequence[Sequence[Position]]) -> Self:
@@ -130,11 +120,7 @@ class Failed(Frozen):
 
 
 class Reload(Frozen):
-    """TTFT of a context whose KV cache was kept, but `new_tokens` (`reuse`).
-
-    A context that was not measured has a reason in `skipped`. `max_difference` is the largest between any logit
-    computed and reloaded.
-    """
+    """TTFT of a context whose KV cache was kept, but `new_tokens` (`reuse`)."""
 
     context: AtLeastOne
     new_tokens: AtLeastOne
@@ -143,8 +129,8 @@ class Reload(Frozen):
     memory_ms: tuple[Ms, ...] = ()
     disk_ms: tuple[Ms, ...] = ()
     same_token: bool | None = None
-    max_difference: Number | None = None
-    skipped: Words | None = None
+    max_difference: Number | None = None  # between any logit computed and reloaded
+    skipped: Words | None = None  # reason why this context was not measured
 
     def samples(self, source: ReloadSource) -> tuple[float, ...]:
         return self.memory_ms if source == "memory" else self.disk_ms
@@ -156,16 +142,12 @@ class Reload(Frozen):
 
 
 class Hits(Frozen):
-    """Hit rate of a cache of `experts` experts of all layers (`routing`).
-
-    A *need* is an expert that a layer chose for a token of a step of `batch_size` tokens; it is a hit if the expert was
-    on the device already.
-    """
+    """Hit rate of a cache of `experts` experts of all layers (`routing`)."""
 
     policy: ExpertPolicy
     experts: Count
-    hits: Share  # of all needs
-    batch_size: AtLeastOne = 1
+    hits: Share  # of all experts that layers chose for tokens, those that were on the device already
+    batch_size: AtLeastOne = 1  # tokens of a step
 
 
 class Touched(Frozen):
@@ -196,17 +178,14 @@ class Start(Frozen):
 
 
 class Study(Start):
-    """Run of a study on `machine`: its settings and rows.
-
-    `case` is the reference of `accuracy`, and the load of `reuse`, whose workload means nothing.
-    """
+    """Run of a study on `machine`: its settings and rows."""
 
     study: StudyName
     device: Name
     model: Name = ""
     about: Words = ""  # description of the model
     revision: Words = ""
-    case: RecordedCase | None = None
+    case: RecordedCase | None = None  # reference of `accuracy`; load of `reuse`, whose workload means nothing
     num_layers: AtLeastOne | None = None  # of `routing` those with routed experts
     total_layers: AtLeastOne | None = None
     num_experts: Count | None = None  # of a layer
@@ -239,14 +218,8 @@ class Study(Start):
 class Runs(NamedTuple):
     """Runs in file order, and lines that could not be used."""
 
-    runs: tuple[Study, ...] = ()
-    damaged: tuple[Damage, ...] = ()
-
-    @classmethod
-    def joined(cls, files: "Iterable[Runs]") -> Self:
-        """Return the runs of all `files`."""
-        fields: Any = zip(*files, strict=True)
-        return cls(*(tuple(chain.from_iterable(field)) for field in fields))
+    runs: tuple[Study, ...]
+    damaged: tuple[Damage, ...]
 
 
 def files(path: Path, study: str) -> tuple[Path, ...]:
@@ -257,23 +230,16 @@ def files(path: Path, study: str) -> tuple[Path, ...]:
 
 
 def append(path: Path, run: Start) -> None:
-    """Append a run to the file, made if need be, and sync.
-
-    Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
-    """
+    """Append a run to the file, made if need be, and sync. Raises StoreError, also if it holds something else."""
     if path.exists() and _document(read_lines(path), path) is not None:
         raise StoreError(f"{path} is a JSON document, to which no run is added; name another file with --output")
     with AppendLog.open(path) as lines:
         lines.mend(unseal, "record of `zinfer study`")
-        lines.append(seal(KIND, finite(run.model_dump())))
+        lines.append_lines(seal(KIND, finite(run.model_dump())))
 
 
 def read(path: Path, study: str) -> Runs:
-    """Return the runs of a study in a file or folder.
-
-    A run with a line that is missing or damaged is left out and reported, and so is a file of a folder that cannot be
-    read. Raises StoreError for another file that cannot be read.
-    """
+    """Return the runs of a study in a file or folder. Raises StoreError for a file that cannot be read."""
     runs: list[Study] = []
     damaged: list[Damage] = []
     for file, lines in read_files(path, files(path, study), damaged):

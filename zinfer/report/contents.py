@@ -7,6 +7,7 @@ from zinfer.analysis.economics import Cost, Point, cost
 from zinfer.analysis.group import Points
 from zinfer.analysis.reproduce import commands
 from zinfer.analysis.requests import groups, ranked
+from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
 from zinfer.report import measured, predicted, summary
 from zinfer.report.document import Block, Command, Document, Heading, Items, Section, Table, Text, section, table
@@ -33,11 +34,10 @@ def document(findings: Findings) -> Document:
 
 
 def _costs(findings: Findings) -> Section:
-    blocks: list[Block] = []
-    if (price := findings.gpu_hour_usd) is not None:
-        blocks.append(Text(f"Price as given: an hour of a GPU {price:g} USD. Nothing else is counted."))
-        blocks += [_cost_table(workload, price) for workload in (*findings.main, *findings.slices)]
-    return section("cost", "Cost", blocks)
+    if (price := findings.gpu_hour_usd) is None:
+        return section("cost", "Cost", ())
+    text = Text(f"Price as given: an hour of a GPU {price:g} USD. Nothing else is counted.")
+    return section("cost", "Cost", (text, *(_cost_table(workload, price) for workload in findings.ordered)))
 
 
 def _cost_table(workload: WorkloadFindings, gpu_hour_usd: float) -> Table:
@@ -59,32 +59,28 @@ def _evidence(findings: Findings) -> Section:
     blocks: list[Block] = []
     if findings.damaged:
         blocks += [Heading("Lines left out"), Items(findings.damaged)]
-    tops = [rates.winner(workload.points) for workload in (*findings.main, *findings.slices)]
+    tops = [rates.winner(workload.points) for workload in findings.ordered]
     served = [ranking[0].point for points in groups(findings.requests).values() if (ranking := ranked(points))]
     best: list[Point] = [*filter(None, tops), *served]
     again = dict.fromkeys(commands(point)[0] for point in best)
     blocks += [Heading("To measure the best again"), Command("\n".join(["zinfer probe", *again]))]
     if versions := _versions(findings.points):
-        text = "; ".join(f"{name} {', '.join(sorted(numbers))}" for name, numbers in versions.items())
+        text = "; ".join(f"{name} {', '.join(numbers)}" for name, numbers in versions.items())
         blocks.append(Text(f"Versions: {text}. Equal records give this report byte by byte."))
     return section("evidence", "Evidence", blocks)
 
 
 def _measured_with(points: Points) -> str:
-    versions, measured_on = _versions(points), sorted({point.started_at[:10] for point in points if point.started_at})
-    days = f"on {measured_on[0]}" if measured_on else ""
-    if len(measured_on) > 1:
-        days = f"from {measured_on[0]} to {measured_on[-1]}"
-    names = [f"{name} {', '.join(sorted(versions[name]))}" for name in ("zinfer", "torch") if name in versions]
-    words = [part for part in (days, f"with {', '.join(names)}" if names else "") if part]
-    return f"Measured {' '.join(words)}." if words else ""
+    versions, days = _versions(points), sorted({point.started_at[:10] for point in points if point.started_at})
+    names = [f"{name} {', '.join(versions[name])}" for name in ("zinfer", "torch") if name in versions]
+    parts = [f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}"] if days else []
+    parts += [f"with {', '.join(names)}"] if names else []
+    return f"Measured {' '.join(parts)}." if parts else ""
 
 
-def _versions(points: Points) -> dict[str, set[str]]:
-    versions: dict[str, set[str]] = {}
-    for point in points:
-        for name, version in point.versions.items():
-            versions.setdefault(name, set()).add(version)
-        if point.model_revision:
-            versions.setdefault(f"revision of {point.case.model}", set()).add(point.model_revision)
-    return dict(sorted(versions.items()))
+def _versions(points: Points) -> dict[str, list[str]]:
+    """Return the versions of packages and models, by name."""
+    named = {pair for point in points for pair in point.versions.items()}
+    named |= {(f"revision of {point.case.model}", point.model_revision) for point in points if point.model_revision}
+    by_name = group_by(sorted(named), lambda pair: pair[0])
+    return {name: [version for _, version in pairs] for name, pairs in by_name.items()}

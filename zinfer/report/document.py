@@ -103,4 +103,4 @@ def table(
 def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
     """Return a section without empty blocks and empty columns."""
     filled = (block.filled() if isinstance(block, Table) else block for block in blocks)
-    return Section(anchor, title, tuple(it for it in filled if (it.rows if isinstance(it, Table) else it)))
+    return Section(anchor, title, tuple(part for part in filled if (part.rows if isinstance(part, Table) else part)))

@@ -51,8 +51,13 @@ class Findings(NamedTuple):
     @property
     def slices(self) -> tuple[WorkloadFindings, ...]:
         """Workloads of slices, where there are whole models too."""
-        whole = any(workload.group.layers is None for workload in self.workloads)
-        return tuple(workload for workload in self.workloads if whole and workload.group.layers is not None)
+        main = self.main
+        return tuple(workload for workload in self.workloads if workload not in main)
+
+    @property
+    def ordered(self) -> tuple[WorkloadFindings, ...]:
+        """Workloads, those of slices last."""
+        return self.main + self.slices
 
     @property
     def points(self) -> Points:
@@ -60,10 +65,7 @@ class Findings(NamedTuple):
 
 
 def shape(case: Case) -> ModelSpec | None:
-    """Return the model of a case; None where it is not on this machine.
-
-    A hub id is looked up in the catalogue alone: a report says the same with and without a network.
-    """
+    """Return the model of a case if it is on this machine. A hub id is looked up in the catalogue alone."""
     return _shape(case.model, case.dtype, case.layers, case.weights)
 
 

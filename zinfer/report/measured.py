@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
-from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import change
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, gib
-from zinfer.record.measurement import Measurement
+from zinfer.core.value import group_by
+from zinfer.record.measurement import Measurement, Recorded
+from zinfer.record.stats import spread
 from zinfer.report import requests
 from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Section, Table, Text, section, table
 from zinfer.report.findings import Findings, WorkloadFindings
@@ -49,15 +50,11 @@ _WORDS = (
 
 
 def results(findings: Findings) -> Section:
-    """Return the section on each workload: figure, configurations, failures.
-
-    The first whole models (slices, if there are only slices) have one figure, of their first workload with two
-    configurations.
-    """
+    """Return the section on each workload: figure (of the first models), configurations, failures."""
     blocks: list[Block] = []
     comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
     drawn = [*{group.model: group for group in reversed(comparing)}.values()][-DRAWN:]
-    for workload in (*findings.main, *findings.slices):
+    for workload in findings.ordered:
         blocks += [Heading(workload.name)]
         blocks += _figure(workload) if workload.group in drawn else ()
         verdicts = (verdict for verdict in rates.offload_verdicts(workload.points) if verdict.compares)
@@ -79,10 +76,10 @@ def system(findings: Findings) -> Section:
 
 def rate(point: Measurement) -> tuple[str, str]:
     """Return mean output tok/s and its half-width as text, or empty."""
-    spread = rates.spread(point.output_tok_s_samples) if point.usable else None
-    if spread is None:
+    output = spread(point.output_tok_s_samples) if point.usable else None
+    if output is None:
         return "", ""
-    return rated(spread.mean), f"± {rated(spread.half_width, 2)}" if spread.half_width else ""
+    return rated(output.mean), f"± {rated(output.half_width, 2)}" if output.half_width else ""
 
 
 def rated(value: float, digits: int = 3) -> str:
@@ -91,19 +88,14 @@ def rated(value: float, digits: int = 3) -> str:
     return f"{round(value, places):,.{max(places, 0)}f}"
 
 
-def named(point: Measurement) -> str:
-    """Return the point's name, as in ``stream cpu, batch 64``."""
-    return f"{point.case.label()}, batch {point.case.workload.batch_size}"
-
-
-def titled(point: Measurement) -> str:
+def titled(point: Recorded) -> str:
     """Return the configuration's name, marked if it is lossy."""
     return point.case.label() + " (lossy)" * point.case.lossy
 
 
 def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     def described(point: Measurement) -> str:
-        first = duration(fmean(point.ttft_ms) / 1e3)
+        first = duration((point.mean_ttft_ms or 0.0) / 1e3)
         return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {first}"
 
     for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
@@ -162,22 +154,17 @@ def beyond(point: Measurement) -> str:
     """Return the measurements that the point's prediction was wrong about: ``step 1.31x``."""
     if not point.usable:
         return ""
-    ratios = (
-        (name, value / predicted, band)
-        for name, value, field, band in (
-            ("step", point.tpot_ms, "step_ms", STEP_BAND),
-            ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
-        )
-        if value and (predicted := point.predicted.get(field))
+    values = (
+        ("step", point.tpot_ms, point.predicted.get("step_ms"), STEP_BAND),
+        ("host", point.host_peak_bytes, point.predicted.get("host_bytes"), HOST_BAND),
     )
+    ratios = ((name, value / planned, band) for name, value, planned, band in values if value and planned)
     return ", ".join(f"{name} {ratio:.2f}x" for name, ratio, band in ratios if abs(ratio - 1) > band)
 
 
 def _failed(points: Points) -> Table:
-    failures: dict[tuple[str, str, str], list[Measurement]] = {}
-    for point in points:
-        if point.status != "ok":
-            failures.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
+    failed = [point for point in points if point.status != "ok"]
+    failures = group_by(failed, lambda point: (point.case.label(), point.status, point.stage or ""))
     columns: dict[str, Callable[[list[Measurement]], str]] = {
         "configuration": lambda alike: alike[0].case.label(),
         "#batch": lambda alike: ", ".join(str(point.case.workload.batch_size) for point in alike),
@@ -217,11 +204,10 @@ def _machines(machines: Iterable[Machine]) -> Table:
 
 
 def _details(machine: Machine) -> dict[str, str]:
-    gpu, host = (part if isinstance(part := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
+    gpu, host = machine.details.get("gpu", {}), machine.details.get("host", {})
+    lanes = f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
     details = {
-        "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
-        if "pcie_width" in gpu
-        else "",
+        "PCIe": lanes if "pcie_width" in gpu else "",
         "power limit": f"{gpu['power_limit_w']:g} W" if isinstance(gpu.get("power_limit_w"), int | float) else "",
         "driver": str(gpu.get("driver") or ""),
         "CPU": str(host.get("cpu") or ""),

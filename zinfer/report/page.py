@@ -27,12 +27,7 @@ def image(svg: str) -> str:
 
 def prose(text: str) -> Markup:
     """Return a sentence with its backticks as code and everything escaped."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:  # a backtick without its partner
-        parts[-2:] = ["`".join(parts[-2:])]
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if nth % 2 else escape(part) for nth, part in enumerate(parts)
-    )
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def shell(text: str) -> Markup:

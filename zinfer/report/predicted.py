@@ -15,6 +15,7 @@ from zinfer.core.engine import Offload, read_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, gb, gib
+from zinfer.core.value import group_by
 from zinfer.plan.advice import advice, host_needed
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
@@ -56,17 +57,12 @@ def predictions(findings: Findings) -> Section:
 
 
 def _thinned(points: Points) -> list[Measurement]:
-    """Return the points to calibrate with: `CALIBRATING` of each engine, evenly spaced, or all."""
-    by_engine: dict[str, list[Measurement]] = {}
-    for point in points:
-        if shape(point.case) is not None:
-            by_engine.setdefault(point.case.engine, []).append(point)
-    return [
-        engine_points[nth * len(engine_points) // count]
-        for engine_points in by_engine.values()
-        for count in (min(CALIBRATING, len(engine_points)),)
-        for nth in range(count)
-    ]
+    """Return the points to calibrate with: at most `CALIBRATING` of each engine, evenly spaced."""
+    kept: list[Measurement] = []
+    for alike in group_by((point for point in points if shape(point.case)), lambda point: point.case.engine).values():
+        count = min(CALIBRATING, len(alike))
+        kept += [alike[nth * len(alike) // count] for nth in range(count)]
+    return kept
 
 
 def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Table]:

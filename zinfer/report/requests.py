@@ -6,7 +6,8 @@ from statistics import fmean
 
 from zinfer.analysis.group import Setting
 from zinfer.analysis.requests import check, goodput, loads_of
-from zinfer.core.units import duration, figures
+from zinfer.core.units import figures, milliseconds
+from zinfer.core.value import group_by
 from zinfer.record.requests import METRICS, RequestPoint
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 
@@ -26,10 +27,11 @@ WORDS = (
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
     """Return the tables for each model or slice and machine."""
-    groups: dict[str, list[RequestPoint]] = {}
-    for point in points:
-        setting = Setting.of(point, total_layers=point.total_layers)
-        groups.setdefault(f"{setting.part}, {point.machine}", []).append(point)
+
+    def name_of(point: RequestPoint) -> str:
+        return f"{Setting.of(point, total_layers=point.total_layers).part}, {point.machine}"
+
+    groups = group_by(points, name_of)
     blocks: list[Block] = [Heading("Loads of requests"), Text(WORDS)]
     for name, records in groups.items():
         usable = loads_of(record for record in records if record.usable)
@@ -70,11 +72,8 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:
-    def shown(ms: float | None) -> str:
-        return "" if ms is None else duration(ms / 1e3)
-
     rows = [
-        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(shown, times)))
+        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(milliseconds, times)))
         for point in points
         for metric in METRICS
         for times in (point.summary(metric) or (None,) * 4,)

@@ -1,5 +1,6 @@
 """Executive summary: a row for each workload, decision, risks, signature."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from zinfer.analysis import rates, reproduce, study
@@ -10,7 +11,7 @@ from zinfer.core.units import counted, duration
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Command, Heading, Items, Row, Section, Signature, Table, Text, section
 from zinfer.report.findings import Findings, WorkloadFindings
-from zinfer.report.measured import named, rate, rated, titled
+from zinfer.report.measured import rate, rated, titled
 
 LOADS = 3  # loads of the model that a result needs behind it, not to be called a single run
 COLUMNS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")
@@ -18,8 +19,7 @@ COLUMNS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "
 
 def summary(findings: Findings) -> Section:
     """Return the executive summary; without a workload, the commands that measure one."""
-    workloads = (*findings.main, *findings.slices)
-    rows = (*map(_row, workloads), *_request_rows(findings))
+    rows = (*map(_row, findings.ordered), *_request_rows(findings))
     if not rows:
         text = Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.")
         commands = Command("zinfer probe\nzinfer sweep --model bloom-176b --offload cpu\nzinfer report")
@@ -71,11 +71,9 @@ def _row(workload: WorkloadFindings) -> Row:
     group, top = workload.group, rates.winner(workload.points)
     if top is None:
         return Row((group.title, group.machine, *[""] * 4, verdict(workload.points)), "failed")
-    first = duration(sum(top.ttft_ms) / len(top.ttft_ms) / 1e3)
-    tok_s = " ".join(rate(top)).strip()
-    lossy = " (lossy)" * top.case.lossy
-    evidence = _loads(workload, top)
-    return Row((group.title, group.machine, named(top) + lossy, tok_s, first, evidence, verdict(workload.points)))
+    tok_s, first = " ".join(rate(top)).strip(), duration((top.mean_ttft_ms or 0.0) / 1e3)
+    name = top.case.batch_label + " (lossy)" * top.case.lossy
+    return Row((group.title, group.machine, name, tok_s, first, _loads(workload, top), verdict(workload.points)))
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:
@@ -89,7 +87,7 @@ def _request_rows(findings: Findings) -> Iterator[Row]:
         if len(ranking) > 1 and top.differs(ranking[1]) is not True:
             against = f"first of {len(ranking)} configurations, its lead unsure"
         yield Row((
-            group.title, group.machine, top.point.case.label() + " (lossy)" * top.point.case.lossy, rated(top.mean),
+            group.title, group.machine, titled(top.point), rated(top.mean),
             "" if times is None else f"{duration(times.p50 / 1e3)} median", counted(len(top.rates), "load"), against,
         ))  # fmt: skip
 
@@ -112,7 +110,7 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
     lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1] if verdict.compares]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
-        lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {named(other)}; {loss(other, findings)}.")
+        lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {other.case.batch_label}; {loss(other, findings)}.")
     if (usd := cost(top, findings.gpu_hour_usd).usd_per_mtok) is not None:
         day = usd * (top.output_tok_s or 0.0) * DAY_S / 1e6
         lines.append(f"Cost: {usd:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
@@ -130,10 +128,7 @@ def loss(point: Measurement, findings: Findings) -> str:
 
 def _risks(findings: Findings) -> tuple[str, ...]:
     rows = [(workload, top) for workload in findings.workloads if (top := rates.winner(workload.points))]
-    counts: dict[str, int] = {}
-    for workload, top in rows:
-        for risk in _risks_of(workload, top, findings):
-            counts[risk] = counts.get(risk, 0) + 1
+    counts = Counter(risk for workload, top in rows for risk in _risks_of(workload, top, findings))
     return tuple(risk + (f" ({count} of {len(rows)} rows)" if len(rows) > 1 else "") for risk, count in counts.items())
 
 

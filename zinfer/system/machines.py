@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from zinfer.core.errors import did_you_mean
-from zinfer.core.machine import DESCRIPTION_BYTES, Machine, MachineError, catalogue, catalogue_names
+from zinfer.core.machine import DESCRIPTION_BYTES, Machine, MachineError, catalogue
 from zinfer.system import documents
 
 
@@ -19,8 +19,8 @@ def load(reference: str | Path) -> Machine:
         return documents.validate(Machine, documents.read_object(path, DESCRIPTION_BYTES), path)
     except FileNotFoundError:
         raise MachineError(
-            f"no machine {str(reference)[:200]!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
-            f"{did_you_mean(str(reference), catalogue_names())}"
+            f"no machine {str(reference)[:200]!r}: not a machine.json, not one of {', '.join(catalogue())}"
+            f"{did_you_mean(str(reference), catalogue())}"
         ) from None
     except documents.DocumentError as error:
         raise error.converted(MachineError, "; `zinfer probe` writes such a file") from None

@@ -106,7 +106,7 @@ def _measure(name: str, description: str, total: int, values: Tensor, size: int)
     coded, size_now, bound = codec.encode(values), values.nbytes, _bound(values)
     row = Coded(
         name=name,
-        told=description,
+        description=description,
         total_bytes=total,
         raw_bytes=size_now,
         coded_bytes=size_now,

@@ -96,7 +96,7 @@ class Ledger(Closing):
         """Append output objects and wait for the disk. Raises StoreError."""
         lines = [encode(record) for record in records]
         if lines:
-            self._output.append(*lines)
+            self._output.append_lines(*lines)
             self.done |= {done.id: done for done in map(decode, lines)}
 
     def save(self, rows: Iterable[tuple[str, int, list[int]]]) -> None:
@@ -104,7 +104,7 @@ class Ledger(Closing):
         assert self._job is not None
         lines = [seal(ROW, {"id": identity, "at": at, "tokens": tokens}) for identity, at, tokens in rows if tokens]
         if lines:
-            self._job.append(*lines)
+            self._job.append_lines(*lines)
 
     def finish(self) -> None:
         """Mark the job as done: no row is unfinished. Raises TakenAwayError if its answers were taken away."""

@@ -44,7 +44,7 @@ def best_plan(
         planner = Planner(predicted.case, model, machine, nvme_path=nvme_path)
         fits = [need for need, fine in zip(needs, fitting(planner, needs), strict=True) if fine]
         size = predicted.best_size(mean, len(needs))
-        rate = predicted.rate(mean.model_copy(update={"batch_size": size})) or 0.0
+        rate = predicted.rate(mean.with_batch(size)) or 0.0
         plan = planner.at(workload_of(max(fits or [typical], key=sum)))
         ranked.append(((plan.fits, len(fits), rate), plan))
     best = max(rank for rank, _ in ranked)

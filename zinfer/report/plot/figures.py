@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 
 from zinfer.analysis import study
 from zinfer.analysis.group import Group, Metric, Points, by_load, samples
-from zinfer.analysis.rates import Spread, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
+from zinfer.analysis.rates import rate_text, tied, winner
 from zinfer.core.units import gb
 from zinfer.record.measurement import Measurement
+from zinfer.record.stats import Spread, spread
 from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.report.plot.timeline import timeline
@@ -43,7 +44,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
     answer = f"Ringed, the fastest: {top.case.label()}, batch {_batch(top)}, {rate_text(top)} tok/s{alone}."
     answer += f" {others}" * bool(others)
     notes = (answer, f"{group.conditions}{_bars(points)}")
-    sheet = Sheet(group, "which engine, at which batch?", notes)
+    sheet = Sheet(group.title, "which engine, at which batch?", notes)
     axes = sheet.panels[0]
     values = _lines(axes, points, lambda point: spread(samples(point, "output_tok_s")))
     values += _link_limits(axes, points)
@@ -56,16 +57,13 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Draw TTFT and TPOT over output tokens a second.
-
-    A configuration's line goes from its smallest batch to its largest; the best point is at the lower right.
-    """
+    """Draw TTFT and TPOT over output tokens a second, by configuration."""
     usable = [point for point in points if point.usable and point.output_tok_s]
     if not usable:
         return None
     notes = (f"{group.conditions}{_bars(points)}", "Numbers are batch sizes; lower and further right is better.")
     panels = 2 if any(point.tpot_ms for point in usable) else 1
-    sheet = Sheet(group, "how long does a user wait?", notes, panels=panels)
+    sheet = Sheet(group.title, "how long does a user wait?", notes, panels=panels)
     titles = "to the first token (TTFT)", "for each token after it (TPOT)"
     metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
     for axes, title, metric in zip(sheet.panels, titles, metrics, strict=False):
@@ -103,7 +101,7 @@ def reuse(run: Study) -> Figure | None:
     words = [f"{text}." for source in SOURCES if (text := study.verdict(points, source)) is not None]
     notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {study.conditions(run)}")
     with looks():
-        sheet = Sheet(study.show(run), "when does a reload pay?", notes)
+        sheet = Sheet(study.show(run).title, "when does a reload pay?", notes)
         axes = sheet.panels[0]
         held: list[float] = []
         for way, (colour, marker) in _WAYS.items():
@@ -141,7 +139,7 @@ def _bars(points: Points) -> str:
 
 
 def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | None]) -> list[float]:
-    """Draw a line for each load, without points that lack a value. Return all values that the y axis has to hold."""
+    """Draw a line for each load; return the values that the y axis has to hold."""
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
@@ -161,10 +159,7 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Draw the link's limit, dashed; return the values of the y axis.
-
-    The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
-    """
+    """Draw the link's limit, dashed, of a pass for each output token; return the values of the y axis."""
     limits: list[tuple[float, str, set[int]]] = []
     for point in points:
         effective, bandwidth = point.effective, point.links_bandwidth
@@ -197,7 +192,8 @@ def _shown(points: Points) -> Points:
 def _failed(axes: Axes, points: Points) -> None:
     """Draw failed batches above the x axis, a row for each load: × for want of memory, + for other reasons."""
     look = series(by_load(points))
-    for row, (load, load_points) in enumerate(by_load([p for p in points if p.status != "ok"]).items()):
+    failed = by_load([point for point in points if point.status != "ok"])
+    for row, (load, load_points) in enumerate(failed.items()):
         for mark, oom, words in (("x", True, "out of memory"), ("+", False, "failed")):
             sizes = [_batch(point) for point in load_points if point.status.startswith("oom") is oom]
             axes.plot(

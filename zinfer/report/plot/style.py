@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from math import ceil, log2
 from textwrap import wrap
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 from matplotlib import style
@@ -67,13 +67,6 @@ _TITLE_ROW, _NOTE_ROW, _MARGIN = 0.28, 0.21, 0.18
 CHARACTER = 0.064  # width of one character of the legend's font, a generous estimate
 
 
-class Titled(Protocol):
-    """Subject whose title is the figure's."""
-
-    @property
-    def title(self) -> str: ...
-
-
 @contextmanager
 def looks() -> Iterator[None]:
     """Apply our settings over matplotlib's defaults, whatever the user's own matplotlibrc says."""
@@ -82,14 +75,9 @@ def looks() -> Iterator[None]:
 
 
 def render(figure: Figure, form: Format) -> bytes:
-    """Return the figure's file. Equal figures give equal bytes: no dates, no versions, no random ids.
-
-    SVG is text as text, with a title and a description for screen readers. No text has a formula or an invisible
-    character (`zinfer.system.printable`), which no XML file may have.
-    """
-    for text in _texts(figure):
-        text.set_parse_math(False)
-        text.set_text(printable(text.get_text()))
+    """Return the figure's file, without formulas. Equal figures give equal bytes, with no dates or random ids."""
+    for text in figure.findobj(MatplotlibText):
+        text.set(parse_math=False, text=printable(text.get_text()))
     buffer = BytesIO()
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     with looks():
@@ -100,14 +88,6 @@ def render(figure: Figure, form: Format) -> bytes:
     head, svg, rest = printable(buffer.getvalue().decode().replace(" \n", " ")).partition("<svg ")
     attributes, _, inside = rest.partition(">")
     return f'{head}{svg}role="img" {attributes}>{"".join(words)}{inside}'.encode()
-
-
-def _texts(figure: Figure) -> Iterator[MatplotlibText]:
-    yield from figure.texts
-    for legend in figure.legends:
-        yield from legend.get_texts()
-    for axes in figure.axes:
-        yield from (*axes.texts, axes.xaxis.label, axes.yaxis.label)
 
 
 def said(figure: Figure, part: str) -> str:
@@ -145,20 +125,17 @@ def shortened(text: str, length: int) -> str:
 
 
 class Sheet:
-    """Figure under construction: panels and a legend.
-
-    With `stack` the panels stand one below the other, each given as the room above it and its height, in inches.
-    """
+    """Figure under construction: panels (in a `stack` below each other) and a legend."""
 
     def __init__(
         self,
-        about: Titled,
+        title: str,
         question: str,
         notes: Iterable[str],
         panels: int = 1,
         stack: Sequence[tuple[float, float]] = (),
     ) -> None:
-        self._titles = wrap(f"{about.title}: {question}", 80)
+        self._titles = wrap(f"{title}: {question}", 80)
         self._notes = [line for note in notes for line in wrap(note, 124)]
         self._figure = Figure()
         FigureCanvasAgg(self._figure)

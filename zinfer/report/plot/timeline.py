@@ -54,7 +54,7 @@ def timeline(group: Group, points: Points) -> Figure | None:
     for point in shown:
         words = _LINE / 72 * (len(_words(point)) - 3)
         stack.append((words + (_FURTHER if stack else _FIRST), _LANE * len(_lanes(point.timeline))))
-    sheet = Sheet(group, "when does the link wait?", (what, group.conditions), stack=stack)
+    sheet = Sheet(group.title, "when does the link wait?", (what, group.conditions), stack=stack)
     longest = max(step.length_ms(point.timeline) for point in shown)
     for axes, point in zip(sheet.panels, shown, strict=True):
         _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest))
@@ -102,19 +102,15 @@ def _rate(point: Measurement, spans: Spans) -> str:
     rate, measured = step.busy_bandwidth(point, spans), point.link_bandwidth
     if not rate:
         return ""
-    return f"; the busy link carries {gb(rate)}/s" + (
-        f", {rate / measured:.1%} of what it was measured at" if measured else ""
-    )
+    share = f", {rate / measured:.1%} of what it was measured at" if measured else ""
+    return f"; the busy link carries {gb(rate)}/s{share}"
 
 
 def _idleness(waits: Waits, end: float) -> str:
     if waits.total_ms < 0.0005 * end:
         return f"The link hardly waits: {_ms(waits.total_ms)} ms."
-    parts = (
-        (waits.before_ms, "before its first copy"),
-        (waits.between_ms, "between"),
-        (waits.after_ms, "after its last"),
-    )
+    places = "before its first copy", "between", "after its last"
+    parts = zip((waits.before_ms, waits.between_ms, waits.after_ms), places, strict=True)
     where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * waits.total_ms)
     total = f"{_ms(waits.total_ms)} ms ({waits.total_ms / end:.1%})"
     reading = f", the disk in {_ms(waits.reading_ms)}" if waits.reading_ms else ""
@@ -140,7 +136,8 @@ def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
             colour, meaning = (_LOOKS[lane][0], _LOOKS[lane][2]) if carries is None else _CARRIES[carries]
             for odd in (False, True):  # layers next to each other differ in tone
                 alike = [span for span in lane_spans if span.carries == carries and bool((span.layer or 0) % 2) is odd]
-                pairs = _joined([(span.start_ms, span.end_ms) for span in alike], limits)
+                # gaps that cannot be seen are left out: a trace may have a million intervals
+                pairs = step.joined(((span.start_ms, span.end_ms) for span in alike), gap=_column(limits))
                 tone = lighter(colour, 0.45 if odd else 0.0)
                 _boxes(axes, pairs, row, None if odd else meaning, color=tone, linewidth=0.3)
         if lane == "copy":
@@ -154,18 +151,6 @@ def _bars(axes: Axes, spans: Spans, limits: Interval) -> None:
 def _column(limits: Interval) -> float:
     """Return the ms of the narrowest visible thing in an axis."""
     return (limits[1] - limits[0]) / (DRAWN * _COLUMNS)
-
-
-def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
-    """Join intervals with invisible gaps: a trace may have a million."""
-    column = _column(limits)
-    joined: list[Interval] = []
-    for start, end in sorted(pairs):
-        if joined and start - joined[-1][1] < column:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:

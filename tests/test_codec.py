@@ -398,7 +398,7 @@ def test_damaged_data_stay_within_bounds(kind: str, by_kernel: dict[str, Tensor]
     assert by_kernel[kind].numel() == 2 * BLOCK
 
 
-def compile_for_h100(function: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> None:
+def compile_for_h100(function: Any, constants: dict[str, Any], types: dict[str, Any], **options: int) -> None:
     """Compile a kernel; arguments that are neither `constants` nor have one of `types` are int32, pointers aligned."""
     import triton
     from triton.backends.compiler import GPUTarget

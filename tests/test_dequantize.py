@@ -58,7 +58,7 @@ def test_an_engine_with_the_kernel_gives_the_same_logits(by_kernel: dict[str, An
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (6, 112, 528, 128)])
 def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from zinfer.engine.stream.dequantize_kernel import dequantize
+    from zinfer.engine.stream.attention_kernel import dequantize
 
     numbers, scales = inputs(shape, "cuda")
     assert same(dequantize(numbers, scales, dtype), dequantize_kv(numbers, scales, dtype))
@@ -77,7 +77,7 @@ def run(folder: Path) -> list[Tensor]:
 
 def main(path: Path) -> None:
     """Save the kernel's results, and those of an engine that uses it."""
-    from zinfer.engine.stream import dequantize_kernel as kernel
+    from zinfer.engine.stream import attention_kernel as kernel
 
     results: dict[str, Any] = {"kernel": {}}
     for dtype in DTYPES:

@@ -93,7 +93,7 @@ def test_of_equal_scores_the_first_expert_is_chosen(by_kernel: dict[Any, Any]) -
 
 def test_the_kernel_compiles_for_an_h100() -> None:
     need_triton()
-    from zinfer.engine.stream import router_kernel as kernel
+    from zinfer.engine.stream import step_kernels as kernel
 
     constants = {"EXPERTS": 128, "COUNT": 4, "OF_ALL": True, "BLOCK": 128, "CHOSEN": 4}
     compile_for_h100(kernel._route, constants, {"scores": "*bf16", "weights": "*fp32", "numbers": "*i64"}, num_warps=1)
@@ -112,7 +112,7 @@ def test_the_gpu_chooses_the_same(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("experts", "count"), [(8, 2), (32, 4), (128, 8), (384, 8)])
 def test_torch_takes_the_first_of_equal_scores_on_a_gpu(experts: int, count: int) -> None:
     """The experts are those of torch.topk, also where scores are equal."""
-    from zinfer.engine.stream.router_kernel import route
+    from zinfer.engine.stream.step_kernels import route
 
     dice = torch.Generator().manual_seed(experts)
     scores = torch.randint(-3, 4, (500, experts), generator=dice).cuda().bfloat16()
@@ -124,7 +124,7 @@ def test_torch_takes_the_first_of_equal_scores_on_a_gpu(experts: int, count: int
 
 def main(path: Path) -> None:
     """Save what routers choose by their own code and by the kernel."""
-    from zinfer.engine.stream.router_kernel import route
+    from zinfer.engine.stream.step_kernels import route
 
     results: dict[Any, Any] = {(kind, dtype): both(kind, dtype) for kind in KINDS for dtype in DTYPES}
     scores = torch.randint(-3, 4, (20, 24), generator=torch.Generator().manual_seed(1)).float()

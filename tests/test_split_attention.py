@@ -112,11 +112,15 @@ def test_the_kernel_compiles_for_an_h100(alone: bool) -> None:
     from zinfer.engine.stream import attention_kernel as kernel
 
     constants = {
-        "HEADS": 8, "COUNT": 8, "SIZE": 64, "WIDTH": 64, "BIASED": True, "SUNK": True, "ALONE": alone, "ASKED": 16,
-        "SIZE_BLOCK": 64, "WIDTH_BLOCK": 64, "BLOCK": kernel.BLOCK, "INTERPRETED": False,
+        "HEADS": 8, "COUNT": 8, "SIZE": 64, "WIDTH": 64, "ALONE": alone, "ASKED": 16,
+        "SIZE_BLOCK": 64, "WIDTH_BLOCK": 64, "BLOCK": kernel.BLOCK,
     }  # fmt: skip
-    types = dict.fromkeys(("query", "keys", "values", "bias", "sinks"), "*bf16") | {"scale": "fp32", "sums": "*fp32"}
+    types: dict[str, Any] = dict.fromkeys(("query", "keys", "values", "bias", "sinks"), "*bf16") | {
+        "scale": "fp32",
+        "sums": "*fp32",
+    }
     types["partial"] = "*bf16" if alone else "*fp32"
+    types |= dict.fromkeys(("keys_strides", "values_strides", "bias_strides"), ("i32",) * 3)
     compile_for_h100(kernel._attend, constants, types, num_warps=kernel.WARPS)
 
 

@@ -154,9 +154,11 @@ def test_the_kernels_compile_for_an_h100() -> None:
     from zinfer.engine.stream import step_kernels as kernel
 
     constants = {"COLUMNS": 2880, "TOKENS": 1, "BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024}
-    names = ("weights0", "weights1", "weights2", "bias0", "bias1", "bias2", "out0", "out1", "out2", "states")
-    counts = dict.fromkeys(("rows0", "rows1", "rows2", "tokens"), "i32")
-    compile_for_h100(kernel._products, constants, dict.fromkeys(names, "*bf16") | counts, num_warps=4)
+    types = dict.fromkeys(("weights", "biases", "outputs"), ("*bf16",) * 3) | {
+        "states": "*bf16",
+        "counts": ("i32",) * 3,
+    }
+    compile_for_h100(kernel._products, constants, types, num_warps=4)
 
 
 def main(path: Path) -> None:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernels of attention for few queries: keys and values are read by the whole GPU, not by a program a head.
+"""Triton kernels of attention: few queries, which the whole GPU reads keys for, and dequantised KV caches.
 
 PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
 the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. This kernel
@@ -8,20 +8,27 @@ by the largest score that it saw. Scores and sums are in float32, weights are ro
 heads that share keys are rows of one product, so keys and values are read once for all of them. Where a program has all
 positions of a head, it is the only launch.
 
+PyTorch's product of tensors of three types converts an 8-bit KV cache value by value. `dequantize` reads each number
+once and writes it once in the model's type, with the same rounding, at the rate of the GPU's memory.
+
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
+
+import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.weights.expand import INTERPRETED, added, rounded
+from zinfer.engine.stream.weights.expand import rounded
 
 BLOCK = 64  # positions of a tile
 PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100
 MAX_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once
+DEQUANTIZED = 4096  # values that a program dequantises
 WARPS = 4
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
 
@@ -43,35 +50,30 @@ def attend(
     if splits > 1:
         partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
         sums = torch.empty((2, rows * heads, splits, count), dtype=torch.float32, device=query.device)
-    seen = keys if bias is None else bias.expand(rows, heads, count, positions)
-    of_bias = (0, 0, 0) if bias is None else seen.stride()[:3]
-    asked = max(16, triton.next_power_of_2(count))
+    bias = None if bias is None else bias.expand(rows, heads, count, positions)
     _attend[(rows * heads, splits)](
         query.contiguous(),
         keys,
         values,
-        seen,
-        keys if sinks is None else sinks,
+        bias,
+        sinks,
         partial,
         sums,
         scale,
         positions,
         steps,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *of_bias,
+        keys.stride()[:3],
+        values.stride()[:3],
+        None if bias is None else bias.stride()[:3],
         HEADS=heads,
         COUNT=count,
         SIZE=size,
         WIDTH=width,
-        BIASED=bias is not None,
-        SUNK=sinks is not None,
         ALONE=splits == 1,
-        ASKED=asked,
+        ASKED=max(16, triton.next_power_of_2(count)),
         SIZE_BLOCK=max(16, triton.next_power_of_2(size)),
         WIDTH_BLOCK=max(16, triton.next_power_of_2(width)),
         BLOCK=BLOCK,
-        INTERPRETED=INTERPRETED,
         num_warps=WARPS,
     )
     if splits > 1:
@@ -89,6 +91,31 @@ def attend(
     return out
 
 
+def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int8 `numbers` times float32 `scales` in `dtype`, contiguous. They are ``[rows, heads, n, D]`` and
+    ``[rows, heads, n, 1]``. The D numbers of a head must lie side by side; rows, heads and positions may have others
+    between."""
+    rows, heads, positions, size = numbers.shape
+    out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
+    columns = triton.next_power_of_2(size)
+    tile = max(1, DEQUANTIZED // columns)
+    if out.numel():
+        _dequantize[(rows * heads, triton.cdiv(positions, tile))](
+            numbers,
+            scales,
+            out,
+            heads,
+            positions,
+            numbers.stride()[:3],
+            scales.stride()[:3],
+            SIZE=size,
+            COLUMNS=columns,
+            TILE=tile,
+            num_warps=WARPS,
+        )
+    return out
+
+
 @triton.jit(do_not_specialize=["steps"])
 def _attend(
     query,
@@ -101,27 +128,18 @@ def _attend(
     scale,
     positions,
     steps,
-    keys_row,
-    keys_head,
-    keys_position,
-    values_row,
-    values_head,
-    values_position,
-    bias_row,
-    bias_head,
-    bias_query,
+    keys_strides,
+    values_strides,
+    bias_strides,
     HEADS: tl.constexpr,
     COUNT: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    BIASED: tl.constexpr,
-    SUNK: tl.constexpr,
     ALONE: tl.constexpr,
     ASKED: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
     and with it that score and the sum of the weights. The first program has the sinks, too; `ALONE`, a program divides.
@@ -137,13 +155,14 @@ def _attend(
     element = asked[:, None] * SIZE + part[None, :]
     inside = (asked < COUNT)[:, None] & (part < SIZE)[None, :]
     states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + element, mask=inside, other=0.0)
-    keys += row * keys_row + head * keys_head
-    values += row * values_row + head * values_head
-    bias += row * bias_row + head * bias_head
+    keys += row * keys_strides[0] + head * keys_strides[1]
+    values += row * values_strides[0] + head * values_strides[1]
+    if bias is not None:
+        bias += row * bias_strides[0] + head * bias_strides[1]
     largest = tl.full([ASKED], LOWEST, tl.float32)
     total = tl.zeros([ASKED], tl.float32)
     mixed = tl.zeros([ASKED, WIDTH_BLOCK], tl.float32)
-    if SUNK:
+    if sinks is not None:
         largest = tl.load(sinks + head * COUNT + asked, mask=(asked < COUNT) & (split == 0), other=LOWEST)
         largest = largest.to(tl.float32)
         total += tl.where(split == 0, 1.0, 0.0)
@@ -153,25 +172,25 @@ def _attend(
         valid = position < positions
         offset = position.to(tl.int64)
         tile = tl.load(
-            keys + offset[None, :] * keys_position + part[:, None],
+            keys + offset[None, :] * keys_strides[2] + part[:, None],
             mask=valid[None, :] & (part < SIZE)[:, None],
             other=0.0,
         )
-        score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
-        if BIASED:
-            where = bias + asked[:, None] * bias_query + position[None, :]
+        score = _added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32)) * scale
+        if bias is not None:
+            where = bias + asked[:, None] * bias_strides[2] + position[None, :]
             score += tl.load(where, mask=(asked < COUNT)[:, None] & valid[None, :], other=0.0).to(tl.float32)
         score = tl.where(valid[None, :], score, LOWEST)
         higher = tl.maximum(largest, tl.max(score, 1))
         weight = tl.where(valid[None, :], tl.exp(score - higher[:, None]), 0.0)
         fade = tl.exp(largest - higher)
         content = tl.load(
-            values + offset[:, None] * values_position + column[None, :],
+            values + offset[:, None] * values_strides[2] + column[None, :],
             mask=valid[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
         total = total * fade + tl.sum(weight, 1)
-        mixed = added(rounded(weight, TYPE), content, mixed * fade[:, None], INTERPRETED)
+        mixed = _added(rounded(weight, TYPE), content, mixed * fade[:, None])
         largest = higher
     entry = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
     if ALONE:
@@ -181,6 +200,14 @@ def _attend(
         tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + entry, total, mask=asked < COUNT)
     element = entry[:, None] * WIDTH + column[None, :]
     tl.store(partial + element, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _added(states, weight, total):
+    """Return `total` plus the product, in full float32; the interpreter multiplies no bf16."""
+    if INTERPRETED:
+        return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
+    return tl.dot(states, weight, total, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -201,3 +228,31 @@ def _combine(
     mixed = tl.sum(content * share[:, None], 0) / tl.sum(weight * share, 0)
     element = (pair * COUNT + asked) * WIDTH + column
     tl.store(out + element, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["positions"])
+def _dequantize(
+    numbers,
+    scales,
+    out,
+    heads,
+    positions,
+    numbers_strides,
+    scales_strides,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Dequantise `TILE` positions of one head of one row."""
+    pair = tl.program_id(0).to(tl.int64)
+    row, head = pair // heads, pair % heads
+    position = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, COLUMNS)
+    valid = position < positions
+    inside = valid[:, None] & (column < SIZE)[None, :]
+    numbers += row * numbers_strides[0] + head * numbers_strides[1]
+    scales += row * scales_strides[0] + head * scales_strides[1]
+    number = tl.load(numbers + position[:, None] * numbers_strides[2] + column[None, :], mask=inside, other=0)
+    scale = tl.load(scales + position * scales_strides[2], mask=valid, other=0.0)
+    where = (pair * positions + position)[:, None] * SIZE + column[None, :]
+    tl.store(out + where, rounded(number.to(tl.float32) * scale[:, None], out.dtype.element_ty), mask=inside)

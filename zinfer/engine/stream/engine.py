@@ -88,7 +88,7 @@ class Stream(SharedPasses):
         self._check_options()
         self._dequantize = dequantize_kv
         if options.kv_cache_dtype in STORAGE and cannot_run(device) is None:
-            from zinfer.engine.stream.dequantize_kernel import dequantize
+            from zinfer.engine.stream.attention_kernel import dequantize
 
             self._dequantize = dequantize
         streamed, shared = plan.placement.tier != "gpu", shares_keys(self.model.config)

@@ -49,7 +49,7 @@ class Rotations:
 def _rotate(function: Function, forms: frozenset[int], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     if kwargs or len(args) != 4 or not _serves(forms, *args):
         return function(*args, **kwargs)
-    from zinfer.engine.stream.rotary_kernel import rotate
+    from zinfer.engine.stream.step_kernels import rotate
 
     return rotate(*args)
 
@@ -71,7 +71,7 @@ def _forms(function: Function, dtype: torch.dtype, device: torch.device) -> froz
 
     A form is 1 if all of a head has angles, 2 if they are those of both halves.
     """
-    from zinfer.engine.stream.rotary_kernel import rotate
+    from zinfer.engine.stream.step_kernels import rotate
 
     dice, forms = torch.Generator().manual_seed(0), set[int]()
     query, keys = (torch.randn((2, 3, heads, 32), generator=dice).to(device, dtype).transpose(1, 2) for heads in (4, 2))

@@ -59,7 +59,7 @@ def _route(kind: Kind, module: Any, states: Tensor) -> tuple[Tensor, Tensor, Ten
 
     The tensors are looked up in each call. A layer that is streamed moves them.
     """
-    from zinfer.engine.stream.router_kernel import route
+    from zinfer.engine.stream.step_kernels import route
 
     scores = linear(states.reshape(-1, module.weight.shape[1]), module.weight, getattr(module, "bias", None))
     return scores, *route(scores, module.top_k, *kind)

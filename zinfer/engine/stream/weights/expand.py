@@ -12,8 +12,6 @@ converts; NaN alone is put right. Scales times 256 are exact: they are far from 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,8 @@ from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream.weights import codec, decode
 from zinfer.engine.stream.weights.decode import BLOCK, LEVELS, escapes, exponents
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TILE = 2048  # values of a program
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None, block: int = TILE) -> None:
@@ -51,7 +48,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         COLUMNS=0 if whole_columns else codes.block[1],
         DIVIDED=codes.divisor != 1.0,
         MULTIPLIED=codes.factor != 1.0,
-        INNER=_TYPES[codes.inner],
+        INNER=TYPES[codes.inner],
         BLOCK=block,
         num_warps=4,
     )
@@ -70,7 +67,7 @@ def launch_coded(
     constants = {
         "SCALE_ROWS": 0 if whole_rows else codes.block[0],
         "SCALE_COLUMNS": 0 if whole_columns else codes.block[1],
-        "INNER": _TYPES[codes.inner],
+        "INNER": TYPES[codes.inner],
     }
     if layout.blocks:
         _expand_blocks[(layout.blocks,)](
@@ -284,11 +281,3 @@ def rounded(value, TYPE: tl.constexpr):
         bits = tl.where(value == value, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return value.to(TYPE)
-
-
-@triton.jit
-def added(states, weight, total, INTERPRETED: tl.constexpr):
-    """Return `total` plus the product, in full float32; the interpreter multiplies no bf16."""
-    if INTERPRETED:
-        return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
-    return tl.dot(states, weight, total, input_precision="ieee")

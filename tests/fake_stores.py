@@ -19,7 +19,7 @@ from zinfer.engine.state import Entry
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts.pool import ExpertCounts
 from zinfer.engine.stream.kv.host import HostKV
-from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
+from zinfer.engine.stream.kv.pool import HostCopier, HostPool
 from zinfer.engine.stream.kv.store import HostRoom, HostStore
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
 from zinfer.engine.stream.weights.ring import PrefetchRing
@@ -54,7 +54,7 @@ class FakeStore(HostStore):
     attends_on = "cpu"
 
     def __init__(self, parts: list[slice], capacity: int, on_cpu: bool) -> None:
-        super().__init__(HostRoom(HostMemory(HostPool(pin=False)), HostCopier(CPU), capacity, {}), parts)
+        super().__init__(HostRoom(HostPool(pin=False), HostCopier(CPU), capacity, {}), parts)
         self.on_cpu, self.length, self.closed = on_cpu, 0, False
 
     def append(self, layer: int, rows: slice, states: Any, start: int) -> Any:

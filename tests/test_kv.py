@@ -241,8 +241,10 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
         token = logits[0].argmax(-1)
         logits = [decode(model, token) for model in (alone, split)]
     assert split.effective().settings["kv_host_rows"] == 4 - device_rows
-    arena, kept = split.batches[0].host._memory, alone.plan.model.kv_bytes(4 - device_rows, 17)
-    assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
+    kept, blocks = alone.plan.model.kv_bytes(4 - device_rows, 17), split.batches[0].host._blocks.values()
+    assert sum(block.size for block in blocks) == pytest.approx(
+        kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096
+    )
 
 
 class SharedPass:

@@ -254,13 +254,13 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     old, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     two, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     pool = engine._kv.pool
-    places = [{(id(block.arena), block.start) for block in batch.host._memory._blocks.values()} for batch in (old, two)]  # type: ignore[attr-defined]
+    places = [{(id(block.arena), block.start) for block in batch.host._blocks.values()} for batch in (old, two)]  # type: ignore[attr-defined]
     assert not places[0] & places[1]
     size, taken = pool.size, pool.size - pool.unused
     engine.retire(two)
     assert pool.size - pool.unused == taken // 2
     three, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
-    assert {(id(block.arena), block.start) for block in three.host._memory._blocks.values()} == places[1]  # type: ignore[attr-defined]
+    assert {(id(block.arena), block.start) for block in three.host._blocks.values()} == places[1]  # type: ignore[attr-defined]
     assert pool.size == size
     engine.retire(old)
     engine.retire(three)

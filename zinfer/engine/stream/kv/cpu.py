@@ -264,7 +264,7 @@ class CpuStore(HostStore):
         shapes = [(rows, new.shape[1], slots.room, new.shape[3]) for new in states]
         keys, values = (prod(shape) * new.itemsize for shape, new in zip(shapes, states, strict=True))
         begin = -(-keys // ALIGNMENT) * ALIGNMENT
-        memory = self._memory.allocate(layer, begin + values)
+        memory = self._memory(layer, begin + values)
         dtype = states[0].dtype
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
 

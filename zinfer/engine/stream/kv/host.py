@@ -14,7 +14,7 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.kv.cpu import CpuStore
 from zinfer.engine.stream.kv.cpu_kernel import library
 from zinfer.engine.stream.kv.link import LinkStore
-from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
+from zinfer.engine.stream.kv.pool import HostCopier, HostPool
 from zinfer.engine.stream.kv.store import HostRoom, HostStore, SplitLayer
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.bytes import Placement
@@ -80,7 +80,7 @@ class HostKV:
         """Move the last rows of `cache`, those of `parts`, to host memory. They have room for `capacity` tokens each,
         `load` counts all rows. Raises MemoryError."""
         windows = {index: layer.slots.window for index, layer in cache.attention.items() if layer.slots.window}
-        room = HostRoom(HostMemory(self._reserve(placement, load)), self._copier, capacity, windows)
+        room = HostRoom(self._reserve(placement, load), self._copier, capacity, windows)
         host: HostStore
         if self._on_cpu(placement) or ring is None:
             rows = slice(parts[0].start, parts[-1].stop)

@@ -133,7 +133,7 @@ class LinkStore(HostStore):
                 halves = stored.memory[:, : stored.key_bytes], stored.memory[:, stored.key_bytes :]
                 kept = torch.cat([stored.rows_of(half, count, indices).flatten(1) for half in halves], 1)
                 begin = begins.get(layer, 0)
-                memory = self._memory.allocate(layer, begin + kept.nbytes)[begin:].view(stored.slots.room, -1)
+                memory = self._memory(layer, begin + kept.nbytes)[begin:].view(stored.slots.room, -1)
                 memory.copy_(kept)
                 begins[layer] = begin + kept.nbytes
                 key_bytes = stored.key_bytes // count * len(indices)
@@ -150,7 +150,7 @@ class LinkStore(HostStore):
         if key not in self._parts:
             slots = self._slots(layer)
             size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
-            memory = self._memory.allocate(layer, size * (self.rows.stop - self.rows.start))
+            memory = self._memory(layer, size * (self.rows.stop - self.rows.start))
             row_memory = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
             halves = [half.shape[1] * half.shape[3] for half in states]
             self._shapes[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])

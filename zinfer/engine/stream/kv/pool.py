@@ -69,17 +69,18 @@ class HostPool:
 
     def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
         self.spread, self._pin, self._progress = spread, pin, progress
-        self._free: dict[PinnedArena, list[tuple[int, int]]] = {}  # by arena: free ranges (start, end), rising
+        self._arenas: list[PinnedArena] = []
+        self._free: list[Block] = []  # what no block has of them; no two of these touch
 
     @property
     def size(self) -> int:
         """Bytes of all arenas."""
-        return sum(arena.size for arena in self._free)
+        return sum(arena.size for arena in self._arenas)
 
     @property
     def unused(self) -> int:
         """Bytes that no block has."""
-        return sum(end - start for ranges in self._free.values() for start, end in ranges)
+        return sum(block.size for block in self._free)
 
     def reserve(self, size: int) -> None:
         """Make the arenas `size` bytes together, if they are less: one arena, if no block is taken. Raises MemoryError
@@ -87,87 +88,51 @@ class HostPool:
         if self.unused == self.size < size:
             self.close()
         if size > self.size:
-            self._grow(size - self.size)
+            self._grow(_aligned(size - self.size))
 
     def allocate(self, size: int) -> Block:
         """Allocate a block of `size` bytes, its content undefined: of the smallest free range, or of a new
         arena. Raises MemoryError as `PinnedArena` does."""
-        aligned = -(-size // ALIGNMENT) * ALIGNMENT
-        if not (fitting := self._fitting(aligned)):
-            self._grow(max(aligned, self.size // GROWTH))
-            fitting = self._fitting(aligned)
-        _, start, end, arena = min(fitting, key=lambda free: free[0])
-        ranges = self._free[arena]
-        index = ranges.index((start, end))
-        ranges[index : index + 1] = [(start + aligned, end)] if start + aligned < end else []
+        taken = _aligned(size)
+        if not any(block.size >= taken for block in self._free):
+            self._grow(max(taken, _aligned(self.size // GROWTH)))
+        arena, start, room = min((block for block in self._free if block.size >= taken), key=lambda block: block.size)
+        self._free.remove(Block(arena, start, room))
+        if room > taken:
+            self._free.append(Block(arena, start + taken, room - taken))
         return Block(arena, start, size)
-
-    def _fitting(self, size: int) -> list[tuple[int, int, int, PinnedArena]]:
-        """Return the free ranges of at least `size` bytes: their size, start, end and arena."""
-        return [
-            (end - start, start, end, arena)
-            for arena, ranges in self._free.items()
-            for start, end in ranges
-            if end - start >= size
-        ]
 
     def free(self, block: Block) -> None:
         """Free a block."""
-        end = block.start - (-block.size // ALIGNMENT) * ALIGNMENT
-        merged: list[tuple[int, int]] = []
-        for free in sorted([*self._free[block.arena], (block.start, end)]):
-            if merged and merged[-1][1] == free[0]:
-                merged[-1] = merged[-1][0], free[1]
-            else:
-                merged.append(free)
-        self._free[block.arena] = merged
+        start, end = block.start, block.start + _aligned(block.size)
+        for other in [other for other in self._free if other.arena is block.arena]:
+            if other.start == end or other.start + other.size == start:
+                self._free.remove(other)
+                start, end = min(start, other.start), max(end, other.start + other.size)
+        self._free.append(Block(block.arena, start, end - start))
 
     def close(self) -> None:
         """Free all memory. Blocks must not be used afterwards."""
-        for arena in self._free:
+        for arena in self._arenas:
             arena.close()
-        self._free = {}
+        self._arenas, self._free = [], []
 
     def _grow(self, size: int) -> None:
         """Add an arena; where memory falls short, arenas that nobody uses make room for it."""
-        size = -(-size // ALIGNMENT) * ALIGNMENT
         try:
             arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
         except MemoryError:
-            idle = [other for other, ranges in self._free.items() if ranges == [(0, other.size)]]
+            idle = [block for block in self._free if block.size == block.arena.size]
             if not idle:
                 raise
-            for other in idle:
-                del self._free[other]
-                other.close()
+            for block in idle:
+                self._free.remove(block)
+                self._arenas.remove(block.arena)
+                block.arena.close()
             arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
-        self._free[arena] = [(0, size)]
+        self._arenas.append(arena)
+        self._free.append(Block(arena, 0, size))
 
 
-class HostMemory:
-    """Host memory of one micro-batch: a block of `pool` for each layer."""
-
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._blocks: dict[int, Block] = {}
-
-    @property
-    def size(self) -> int:
-        """Bytes for all layers."""
-        return sum(block.size for block in self._blocks.values())
-
-    def allocate(self, layer: int, size: int) -> Tensor:
-        """Return a layer's uint8 ``[size]``. Its content stays if it was large enough before. Raises MemoryError as
-        `PinnedArena` does."""
-        block = self._blocks.get(layer)
-        if block is None or block.size < size:
-            if block is not None:
-                self._pool.free(self._blocks.pop(layer))
-            self._blocks[layer] = block = self._pool.allocate(size)
-        return block.memory[:size]
-
-    def close(self) -> None:
-        """Give the blocks back. Their views must not be used afterwards."""
-        for block in self._blocks.values():
-            self._pool.free(block)
-        self._blocks = {}
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

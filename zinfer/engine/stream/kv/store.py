@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowMask, WindowIndex, copy_slots
-from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
+from zinfer.engine.stream.kv.pool import Block, HostCopier, HostPool
 from zinfer.engine.stream.weights.ring import Fetch
 
 
@@ -25,7 +25,7 @@ class HostRoom(NamedTuple):
     """Host memory for `capacity` tokens a sequence, and what copies them there. `windows` has the sliding windows, in
     tokens, by layer number."""
 
-    memory: HostMemory
+    pool: HostPool
     copier: HostCopier
     capacity: int
     windows: Mapping[int, int]
@@ -42,10 +42,17 @@ class HostStore(ABC):
 
     def __init__(self, room: HostRoom, parts: list[slice]) -> None:
         self.rows, self.parts = slice(parts[0].start, parts[-1].stop), parts
-        self._memory, self._copier, self.capacity, self._windows = room
+        self._pool, self._copier, self.capacity, self._windows = room
+        self._blocks: dict[int, Block] = {}  # memory of each layer
 
     def _slots(self, layer: int) -> WindowIndex:
         return WindowIndex(self.capacity, self._windows.get(layer))
+
+    def _memory(self, layer: int, size: int) -> Tensor:
+        """Return a layer's memory, uint8 ``[size]``. Its size at first is the largest. Raises MemoryError."""
+        if layer not in self._blocks:
+            self._blocks[layer] = self._pool.allocate(size)
+        return self._blocks[layer].memory[:size]
 
     def joins(self, rows: slice) -> bool:
         """Tell whether a decode step of these rows can join others."""
@@ -97,7 +104,9 @@ class HostStore(ABC):
         """Give the memory back, once no copy needs it."""
         self._copier.finish()
         self.drop_fetches()
-        self._memory.close()
+        for block in self._blocks.values():
+            self._pool.free(block)
+        self._blocks = {}
 
 
 class States(Protocol):

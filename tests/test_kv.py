@@ -318,7 +318,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
 
     rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
-    engine._dequantize = dequantize
+    monkeypatch.setattr("zinfer.engine.cache.dequantize_kv", dequantize)
     assert engine.joins
     if quantized_rows:
         rows.check([0, 2, 1], [3, 6], 3e-2)

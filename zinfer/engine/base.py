@@ -246,6 +246,10 @@ class Engine(ABC, Generic[B]):
             return torch.cuda.max_memory_allocated(), total - free
         return None
 
+    def use_threads(self, count: int) -> None:
+        """Use no more than `count` threads of the CPU."""
+        torch.set_num_threads(count)
+
     def bring(self) -> int | None:
         """Copy a sample of the weights over all links at once. Returns its bytes; None where there is one link."""
         return None

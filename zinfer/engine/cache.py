@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
+from zinfer.engine.triton_check import cannot_run
 
 
 class CacheFullError(IndexError):
@@ -356,9 +357,6 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         """Free what `update` returned, if that is a copy."""
 
 
-DequantizeKV = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-
-
 def dequantize_kv(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply int8 numbers by float32 scales. These are ``[rows, heads, n, D]`` and ``[rows, heads, n, 1]``."""
     return torch.mul(numbers, scales, out=torch.empty(numbers.shape, dtype=dtype, device=numbers.device))  # one pass
@@ -381,11 +379,10 @@ class QuantizedLayer(FixedLayer):
         capacity: int,
         storage: torch.dtype,
         window: int | None = None,
-        kernel: DequantizeKV = dequantize_kv,
         allocate: Allocator = allocate_each,
     ) -> None:
         super().__init__(batch_size, capacity, window, allocate)
-        self._storage, self._kernel = storage, kernel
+        self._storage = storage
         self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
         # Smallest maximum of a row whose scale is a normal number; a row of zeros must not divide by zero.
         self._min_maximum = self._largest * torch.finfo(torch.float32).tiny
@@ -434,7 +431,11 @@ class QuantizedLayer(FixedLayer):
     def _dequantize(self, numbers: Tensor, scales: Tensor) -> Tensor:
         if numbers.dtype != torch.int8:
             return numbers.to(self.dtype).mul_(scales)
-        return self._kernel(numbers, scales, self.dtype)
+        if cannot_run(numbers.device) is not None:
+            return dequantize_kv(numbers, scales, self.dtype)
+        from zinfer.engine.stream.attention_kernel import dequantize
+
+        return dequantize(numbers, scales, self.dtype)
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -644,17 +645,12 @@ def _attention(layer: Any) -> Any:
 
 
 def make_cache(
-    config: PreTrainedConfig,
-    batch_size: int,
-    capacity: int,
-    storage: str = "auto",
-    device_rows: int | None = None,
-    kernel: DequantizeKV = dequantize_kv,
+    config: PreTrainedConfig, batch_size: int, capacity: int, storage: str = "auto", device_rows: int | None = None
 ) -> Cache:
     """Make a cache for `batch_size` sequences of up to `capacity` tokens.
 
     `storage` is a key of `STORAGE`, otherwise the model's type. Keys and values are those of the first `device_rows`
-    sequences only, if given. `kernel` computes what `dequantize_kv` does.
+    sequences only, if given.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
     fixed size nor the keys of an indexer: then it is `transformers`' own.
@@ -673,7 +669,7 @@ def make_cache(
         allocate = partial(chunks.allocate, index)
         if storage in STORAGE:
             kind = IndexedQuantizedLayer if indexed else QuantizedLayer
-            return kind(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
+            return kind(rows, capacity, STORAGE[storage], windows[index], allocate)
         return (Indexed if indexed else FixedLayer)(rows, capacity, windows[index], allocate)
 
     def make_layer(index: int, layer: Any) -> Any:

@@ -7,6 +7,8 @@ were not all loaded, checked and found right.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -29,75 +31,66 @@ class Late(Generic[Item]):
     """
 
     def __init__(
-        self,
-        count: int,
-        load: Callable[[Publish[Item], Progress], object],
-        device: torch.device,
-        progress: Progress,
+        self, count: int, load: Callable[[Publish[Item], Progress], object], device: torch.device, progress: Progress
     ) -> None:
         self.ended, self.ended_at = False, 0.0  # the latter in s, of the monotonic clock
         self.fault: BaseException | None = None  # exception that ended the load
-        self._count, self._items = count, dict[int, Item]()
-        self._changed = threading.Condition()
+        self._items = [Future[Item]() for _ in range(count)]
         self._stopping = False
         self._device, self._progress = device, progress
         self._thread = threading.Thread(target=self._run, args=(load,), name="zinfer-load", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._items)
 
     def __getitem__(self, index: int) -> Item:
         """Wait for an item. Raises what the load has raised."""
-        if index >= self._count:
-            raise IndexError(index)
-        with self._changed:
-            self._changed.wait_for(lambda: index in self._items or self.ended)
-            if self.fault is not None:
-                raise self.fault
-            return self._items[index]
+        item = self._items[index].result()
+        self._raise_fault()
+        return item
 
     def __setitem__(self, index: int, item: Item) -> None:
-        self._items[index] = item
+        self._items[index] = Future()
+        self._items[index].set_result(item)
 
     def __iter__(self) -> Iterator[Item]:
-        return (self[index] for index in range(self._count))
+        return (self[index] for index in range(len(self)))
 
     def loaded(self, index: int) -> bool:
         """Tell whether an item, or what ended the load, is there."""
-        return index in self._items or self.ended
+        return self._items[index].done()
 
     def join(self) -> None:
         """Wait for the end of the load. Raises what it has raised."""
         self._thread.join()
-        if self.fault is not None:
-            raise self.fault
+        self._raise_fault()
 
     def stop(self) -> None:
         """End the load, unless it has ended, and wait for its thread."""
         self._stopping = True
         self._thread.join()
 
+    def _raise_fault(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
     def _run(self, load: Callable[[Publish[Item], Progress], object]) -> None:
-        fault: BaseException | None = None
+        cuda = self._device.type == "cuda"
         try:
-            if self._device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                    load(self._publish, self._report)
-            else:
+            with torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else nullcontext():
                 load(self._publish, self._report)
         except BaseException as error:
-            fault = error
-        with self._changed:
-            self.fault, self.ended_at, self.ended = fault, time.monotonic(), True
-            self._changed.notify_all()
+            self.fault = error
+            for item in self._items:
+                if not item.done():
+                    item.set_exception(error)
+        self.ended_at, self.ended = time.monotonic(), True
 
     def _publish(self, index: int, item: Item) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        with self._changed:
-            self._items[index] = item
-            self._changed.notify_all()
+        self._items[index].set_result(item)
 
     def _report(self, stage: str, share: float) -> None:
         if self._stopping:

@@ -67,9 +67,6 @@ class Member(Generic[E]):
     def skip(self) -> None:
         """Do nothing: the order is for others."""
 
-    def use_threads(self, number: int) -> None:
-        torch.set_num_threads(number)
-
     def admit(self, key: int, mask: Tensor, capacity: int, past: RowsPast | None) -> int:
         """Make a micro-batch; return the number of its host rows."""
         batch: MicroBatch = self.engine.admit(mask, capacity, past)
@@ -194,7 +191,7 @@ class Team(Engine[TeamBatch], Generic[E]):
         try:
             self._member = self.member(plan, progress, self._group)
             self._group.agree()
-            self._member.use_threads(max(1, self._threads // self._group.size))
+            self._engine.use_threads(max(1, self._threads // self._group.size))
         except BaseException:
             self.close()
             raise

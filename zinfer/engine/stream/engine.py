@@ -13,7 +13,7 @@ from zinfer.core.case import Option, Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, combined_workload, is_step
-from zinfer.engine.cache import STORAGE, RowCache, dequantize_kv, make_cache, other_layers, shares_keys
+from zinfer.engine.cache import RowCache, make_cache, other_layers, shares_keys
 from zinfer.engine.decoder import MovedRows
 from zinfer.engine.state import Entry, ModelState
 from zinfer.engine.stream import graphs
@@ -33,7 +33,7 @@ from zinfer.engine.stream.weights.packed_experts import Experts
 from zinfer.engine.stream.weights.products import PackedProducts
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource, WeightSource
-from zinfer.engine.triton_check import cannot_run, trouble
+from zinfer.engine.triton_check import trouble
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
@@ -86,11 +86,6 @@ class Stream(SharedPasses):
         self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, *calls)
         self._few_experts = FewExperts(self.model, device) if options.experts_kernel == "auto" else None
         self._check_options()
-        self._dequantize = dequantize_kv
-        if options.kv_cache_dtype in STORAGE and cannot_run(device) is None:
-            from zinfer.engine.stream.attention_kernel import dequantize
-
-            self._dequantize = dequantize
         streamed, shared = plan.placement.tier != "gpu", shares_keys(self.model.config)
         self._headroom = MemoryHeadroom(device)
         self._kv = HostKV(plan.model, options, device, self.progress, streamed=streamed, shared=shared)
@@ -233,7 +228,7 @@ class Stream(SharedPasses):
         on_device, storage = rows - on_host, self.options.kv_cache_dtype
         cache = None
         if not self._own_cache:
-            cache = make_cache(self.model.config, rows, capacity, storage, on_device, self._dequantize)
+            cache = make_cache(self.model.config, rows, capacity, storage, on_device)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
         self._graphs.reuse_memory(batch)
         if on_host and isinstance(cache, RowCache) and cache.attention:
@@ -318,7 +313,6 @@ class Stream(SharedPasses):
         self._share_out(placement)
 
     def use_threads(self, count: int) -> None:
-        """Use no more than `count` threads of the CPU."""
         self._kv.use_threads(count)
 
     def expect(self, load: Workload | None) -> None:

@@ -31,13 +31,6 @@ class StreamMember(Member[Stream]):
         assert isinstance(self.engine.ring, GatherRing)
         return self.engine.ring
 
-    def use_threads(self, count: int) -> None:
-        self.engine.use_threads(count)
-
-    def apply_placement(self, placement: Placement) -> None:
-        """Place weights and buffers for all ranks' work together."""
-        self.engine.apply_placement(placement)
-
     def bring(self) -> int:
         """Copy parts of layers over the link; return their bytes."""
         return self._ring.bring()

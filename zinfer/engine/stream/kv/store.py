@@ -9,7 +9,7 @@ both then run at once.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,8 +86,8 @@ class HostStore(ABC):
         """Keep only `rows` (rising) of this store. They become rows `first`, `first` + 1, .. Memory stays reserved
         until the last row is gone."""
 
-    def states(self, part: "PartLayer", keys: Tensor, values: Tensor) -> "States | None":
-        """Return what attends for new keys and values of `part`. It appends them first."""
+    def states(self, part: "PartLayer", keys: Tensor, values: Tensor) -> Any:
+        """Return what attends for new keys and values of `part`, if the device does not. It appends them first."""
         return None
 
     def fetch(self, part: slice, length: int, count: int) -> Fetch | None:
@@ -109,13 +109,6 @@ class HostStore(ABC):
         self._blocks = {}
 
 
-class States(Protocol):
-    """New keys and values whose attention is computed where the past is."""
-
-    @property
-    def attended(self) -> bool: ...
-
-
 class SplitLayer(FixedLayer):
     """Cache of decoder layer `index`: the batch's first rows in `device_layer`, the others in `host`."""
 
@@ -125,7 +118,7 @@ class SplitLayer(FixedLayer):
         super().__init__(device_layer.batch_size, device_layer.capacity, device_layer.slots.window)
         self.device_layer = device_layer
         self._index, self._host = index, host
-        self.states: States | None = None  # of the pass that runs, where the CPU attends
+        self.states: Any = None  # `zinfer.engine.stream.kv.cpu.HostStates` of the pass that runs, where the CPU attends
 
     @property
     def dequantized_bytes(self) -> int:
@@ -133,7 +126,7 @@ class SplitLayer(FixedLayer):
 
     @property
     def unattended(self) -> bool:
-        return self.states is not None and not self.states.attended
+        return self.states is not None and not bool(self.states.attended)
 
     def window(self, rows: slice, length: int) -> None:
         self.rows, self.length = rows, length

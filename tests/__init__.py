@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from zinfer.cli import cli
 
+Checkpoints = Callable[..., Path]  # fixture `checkpoint`: makes one of `ARCHITECTURES`
+Patch = pytest.MonkeyPatch
 PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machine may take minutes to start a process
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.test_parity import MACHINE
+from tests.test_parity import MACHINE, plan_of
 from tests.test_ring import FakeQueues
-from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload
+from zinfer.core.case import Workload
 from zinfer.core.machine import Machine
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.decoder import Part
@@ -25,7 +24,7 @@ from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.plan.bytes import Placement
-from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.planner import Plan
 
 CPU = torch.device("cpu")
 LAYER = 256  # bytes of a layer of `FakeSource`, in one chunk
@@ -134,10 +133,6 @@ def fake_stream(
     **options: Any,
 ) -> FakeStream:
     """Return a streamed engine with fake stores, of the model in `directory`."""
-    case = Case(
-        model=str(directory), engine="stream", offload="cpu", dtype="float32", load_format="dummy",
-        workload=Workload(batch_size=3, input_len=9, output_len=12), gpu_weights=gpu_weights,
-        options=tuple(sorted(options.items())),
-    )  # fmt: skip
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), machine)
+    plan = plan_of(directory, machine=machine, sizes=(3, 9, 12), load_format="dummy",
+                   gpu_weights=gpu_weights, **options)  # fmt: skip
     return FakeStream(plan, FakeSource(), pool)

@@ -16,7 +16,7 @@ import torch
 from click.testing import Result
 from transformers import AutoModelForCausalLM
 
-from tests import invoke, mentions
+from tests import Checkpoints, Patch, invoke, mentions
 from tests.running import decode, prefill
 from tests.test_parity import plan_of
 from zinfer.analysis.study import compared, label, show
@@ -33,8 +33,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
 INPUT, OUTPUT, SAMPLES = 12, 10, 6
 TARGET = "zinfer.engine.stream.engine:Stream"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, Patch
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import decoder_layers, empty_model
 from zinfer.engine import pinned
@@ -72,7 +72,7 @@ def _mapping(proc: Path, address: int) -> list[str]:
     raise AssertionError("the arena is not mapped")
 
 
-def test_memory_is_touched_from_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_touched_from_the_gpus_node(monkeypatch: Patch) -> None:
     cpu = min(os.sched_getaffinity(0))
     before, bound = os.sched_getaffinity(0), list[tuple[int, set[int]]]()
 
@@ -90,7 +90,7 @@ def test_memory_is_touched_from_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -
     made.close()
 
 
-def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_address_is_the_kernels(monkeypatch: Patch) -> None:
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     asked: list[str] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -101,7 +101,7 @@ def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == ["0001:3b:00.0"]
 
 
-def test_without_room_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_nothing_is_touched(monkeypatch: Patch) -> None:
     monkeypatch.setattr(pinned, "available_bytes", lambda: 3_000_000)
     monkeypatch.setattr(PinnedArena, "_touch", lambda *_: pytest.fail("touched"))
     with pytest.raises(MemoryError, match=r"5\.0 MB of host memory are needed, 3\.0 MB are free") as error:
@@ -125,7 +125,7 @@ def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
 
 
 @pytest.mark.parametrize(("size", "hint"), [(PAGE, False), (LOCK_LIMIT, True)])
-def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypatch: Patch) -> None:
     driver = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda code: "out of memory")
     monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
     monkeypatch.setattr(PinnedArena, "_touch", lambda *_: None)
@@ -136,7 +136,7 @@ def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypa
     assert ("1099.5 GB more are free" in str(error.value)) is not hint
 
 
-def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: Patch) -> None:
     locked: list[tuple[int, int]] = []
 
     def register(address: int, size: int, _flags: int) -> int:
@@ -164,7 +164,7 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
     assert locked == []
 
 
-def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: Patch) -> None:
     locked: dict[int, int] = {}
     refused: list[int] = []
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import Patch
 from zinfer.engine.stream.kv import cpu_kernel
 from zinfer.engine.stream.kv.cpu import attend_all
 
-Patch = pytest.MonkeyPatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

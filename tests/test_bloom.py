@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomGelu
 
-from tests import test_ragged
+from tests import Checkpoints, Patch, test_ragged
 from tests.running import error
 from tests.test_parity import load, prompts
 from zinfer.engine import EngineError
 from zinfer.engine.stream import bloom
-
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 
 
 def models(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -89,13 +85,11 @@ def test_layers_sliced_for_exact_parallelism_keep_their_own_attention(checkpoint
     (sliced / "config.json").write_text(json.dumps(config | {"pretraining_tp": 2, "slow_but_exact": True}))
     _, adapted = models(sliced, torch.float32)
     assert not any("forward" in vars(module) for module in adapted.modules())
-    test_ragged.check(load("stream", sliced, "cpu", tmp_path), joins=False)
-    attention = [
-        load("stream", folder, "cpu", tmp_path).effective().settings["attention"] for folder in (sliced, whole)
-    ]
+    test_ragged.check(load("stream", sliced, "cpu"), joins=False)
+    attention = [load("stream", folder, "cpu").effective().settings["attention"] for folder in (sliced, whole)]
     assert attention == ["eager", "sdpa"], "plans of records count what was computed"
     with pytest.raises(EngineError, match="computes attention itself"):
-        load("stream", sliced, "cpu", tmp_path, kv_offload="cpu")
+        load("stream", sliced, "cpu", kv_offload="cpu")
 
 
 def test_only_attention_and_gelu_are_adapted(checkpoint: Checkpoints) -> None:

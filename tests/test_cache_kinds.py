@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from tests import Patch
 from tests.checkpoints import VOCAB_SIZE
 from tests.grid import covering
 from tests.running import decode, prefill
@@ -120,20 +121,20 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ],
 )
 def test_tokens_are_those_of_transformers(
-    name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
         with pytest.raises(EngineError, match=r"fixed size.* kv_offload=cpu"):
-            load("stream", kind(name), offload, tmp_path, **options)  # type: ignore[arg-type]
+            load("stream", kind(name), offload, tmp_path, **options)
         return
     if options and name in ATTEND_THEMSELVES:
         with pytest.raises(EngineError, match=r"computes attention itself.* kv_offload=cpu"):
-            load("stream", kind(name), offload, tmp_path, **options)  # type: ignore[arg-type]
+            load("stream", kind(name), offload, tmp_path, **options)
         return
     tokens = max(LENGTHS) * at_once
-    engine = load("stream", kind(name), offload, tmp_path, tokens=tokens, **options)  # type: ignore[arg-type]
+    engine = load("stream", kind(name), offload, tmp_path, tokens=tokens, **options)
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(kind(name)))
 
@@ -146,22 +147,20 @@ def test_tokens_are_those_of_transformers(
         for name in KINDS
     ],
 )
-def test_8_bits_are_what_the_record_says(
-    name: str, storage: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_8_bits_are_what_the_record_says(name: str, storage: str, kind: Kinds, monkeypatch: Patch) -> None:
     """All keys and values are in 8 bits, with close logits."""
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)  # a row at a time
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)
     if name in STATES_ONLY:
         with pytest.raises(EngineError, match=f"no keys and values.* kv_cache_dtype={storage}"):
-            load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
+            load("stream", kind(name), "cpu", kv_cache_dtype=storage)
         return
     ways: list[dict[str, Any]] = [{"kv_cache_dtype": storage}]
     if storage == "int8" and name not in ATTEND_THEMSELVES:
         ways.append({"kv_cache_dtype": storage, "kv_offload": "cpu"})
-    exact = load("stream", kind(name), "cpu", tmp_path)
+    exact = load("stream", kind(name), "cpu")
     for way in ways:
-        engine = load("stream", kind(name), "cpu", tmp_path, **way)
+        engine = load("stream", kind(name), "cpu", **way)
         token_ids, mask = prompts(LENGTHS)
         logits = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN) for loaded in (engine, exact)]
         assert torch.allclose(logits[0], logits[1], atol=1e-3), "the prompt's attention sees exact keys"
@@ -176,11 +175,10 @@ def test_8_bits_are_what_the_record_says(
         engine.close()
 
 
-def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp_path: Path) -> None:
+def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds) -> None:
     """The prompt has 40 tokens, the window 8: the cache stores 7, and a step adds to the 7 tokens before it."""
     over_link, by_cpu, on_device = (
-        load("stream", kind("mistral"), "cpu", tmp_path, **WAYS[way][1])
-        for way in ("kv over the link", "kv by the cpu", "cpu")
+        load("stream", kind("mistral"), "cpu", **WAYS[way][1]) for way in ("kv over the link", "kv by the cpu", "cpu")
     )
     for engine in (over_link, by_cpu, on_device):
         tokens = greedy(engine, (40, 33))
@@ -208,7 +206,7 @@ def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
 def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
     directory = _saved(tmp_path / "gpt", "openai-gpt", {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64})
     with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel"):
-        load("stream", directory, "none", tmp_path)
+        load("stream", directory, "none")
 
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
@@ -217,8 +215,8 @@ def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str,
     directory = tmp_path / "blocks"
     save(small_model(Subject("minimax_m3_vl_text")), directory)
     with pytest.raises(EngineError, match=r"\(MiniMaxM3VLSparseCacheLayer\).* " + next(iter(option))):
-        load("stream", directory, "cpu", tmp_path, **option)
-    engine = load("stream", directory, "cpu", tmp_path)
+        load("stream", directory, "cpu", **option)
+    engine = load("stream", directory, "cpu")
     greedy(engine, (9, 9))
     assert engine.effective().settings["kv_host_rows"] == 0
     assert "another state" in str(engine.cannot_snapshot())
@@ -231,7 +229,7 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
     settings = {"initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
     settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
     directory = _saved(tmp_path / name, name, settings)
-    engine = load("stream", directory, "cpu", tmp_path, tokens=1)  # a row at a time, if that were possible
+    engine = load("stream", directory, "cpu", tokens=1)  # a row at a time, if that were possible
     lengths = (13, 13, 13)
     for _ in range(2):
         assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
@@ -239,13 +237,13 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
         prefill(engine, *prompts(LENGTHS), reserve=4)
     engine.close()
     with pytest.raises(EngineError, match=r"of its own kind.* kv_cache_dtype=int8"):
-        load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
+        load("stream", directory, "cpu", kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("reserve", [12, 99])
 def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: Path) -> None:
     directory = _saved(tmp_path / "cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_types": 4})
-    engine = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu")
     with pytest.raises(EngineError, match="other tokens"):
         prefill(engine, *prompts((13, 13, 13)), reserve=reserve)
 
@@ -299,7 +297,7 @@ def _filled(config: Any, rows: int, storage: str = "auto", width: Callable[[int]
 
 
 @pytest.mark.parametrize("storage", ["auto", "int8"])
-def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch: Patch) -> None:
     """Whole layers fill a chunk, without a spare byte. Rows that stay have chunks of their own."""
     config = AutoConfig.for_model("llama", **{**_SHAPE, "num_hidden_layers": 7})
     row = 2 * 2 * 32 * (16 * 2 if storage == "auto" else 16 + 4)
@@ -317,7 +315,7 @@ def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch:
     assert sum(size for size, *_ in _chunks(made)) == 0
 
 
-def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: Patch) -> None:
     monkeypatch.setattr(kv_cache, "MIN_SPARE", 3)
     config = AutoConfig.for_model("gemma2", **_SHAPE, sliding_window=6, layer_types=_ALTERNATE)
     whole, window = (2 * 4 * 2 * room * 16 * 2 for room in (32, 8))

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import PATIENCE_S, mentions
+from tests import PATIENCE_S, Checkpoints, Patch, mentions
 from tests.command import zinfer
 from tests.test_cli import ROOT
 from tests.test_dialogue import EXTENDING, TRIMMING
@@ -38,7 +38,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command
 
 TURNS = ["Hello there", "And again", "third"]
-Checkpoints = Callable[..., Path]
 
 
 class Inline(InlineWorker):
@@ -153,7 +152,7 @@ def test_one_of_several_templates_must_be_chosen(checkpoint: Checkpoints, tmp_pa
 
 
 def test_an_answer_ends_at_the_end_token(
-    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
     free, _ = talk(Inline.around(engine), capsys)
     end = free[0]["output_ids"][4]
@@ -186,10 +185,8 @@ def test_ctrl_c_ends_the_answer_and_a_second_one_the_program(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_conversation_ends_where_positions_do(
-    checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = load("stream", checkpoint("opt"), "none", tmp_path)
+def test_a_conversation_ends_where_positions_do(checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = load("stream", checkpoint("opt"), "none")
     with pytest.raises(ModelError, match=r"\d+ tokens.* 64 positions"):
         talk(Inline.around(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
     lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
@@ -197,9 +194,9 @@ def test_a_conversation_ends_where_positions_do(
 
 
 def test_an_engine_without_reuse_says_so_and_answers(
-    engine: Engine, checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine, checkpoint: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
+    other = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu")
     answers, messages = talk(Inline.around(other), capsys)
     other.close()
     assert mentions(messages[1], "whole", "kv_offload=cpu")

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import Patch
 from tests.interpreter import interpreted
 from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.stream.weights import codec, formats
@@ -220,7 +221,7 @@ def test_any_view_is_encoded_as_it_looks(view: str) -> None:
     assert same(decoded(result), values.detach())
 
 
-def test_chunks_leave_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_leave_no_seams(monkeypatch: Patch) -> None:
     values = gaussian(9 * BLOCK + 5)
     whole = encoded(values)
     monkeypatch.setattr(codec, "_CPU_CHUNK", 2)

@@ -1,7 +1,6 @@
 """Weights that a load itself stores quantised: random codes of dummy models, and weights that are rounded."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests import Checkpoints, Patch
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
 from tools import shapes
 from zinfer import engine
@@ -180,7 +180,7 @@ SMALL: dict[str, dict[str, Any]] = {  # entries of the catalogue -> widths of a 
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi-k2", "minimax-m2")),
     ],
 )
-def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monkeypatch: Patch) -> None:
     """A cut of a released model streams offline. It has the first dense layers and some with experts."""
     entry = resolving._catalogue()[name]
     monkeypatch.setattr(resolving, "_catalogue", lambda: {name: entry | {"config": entry["config"] | SMALL[name]}})
@@ -208,7 +208,7 @@ def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Pat
 @pytest.mark.parametrize("weights", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_weights_in_16_bits_are_rounded_while_they_load(
-    architecture: str, weights: Weights, checkpoint: Callable[..., Path]
+    architecture: str, weights: Weights, checkpoint: Checkpoints
 ) -> None:
     """Each matrix is that of `zinfer.engine.quantization.quantize`; the others stay."""
     folder = checkpoint(architecture, hidden_size=128)
@@ -231,7 +231,7 @@ def test_weights_in_16_bits_are_rounded_while_they_load(
 
 
 def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
-    checkpoint: Callable[..., Path], tmp_path: Path
+    checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = checkpoint("llama", hidden_size=128)
     spec = resolve(str(folder), "bfloat16", weights="int4")
@@ -249,7 +249,7 @@ def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
     assert torch.equal(greedy(second, (5, 9, 3)), expected)
 
 
-def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ZinferError, match="released quantised"):
         resolve(bare(tmp_path, "llama", FP8).name, weights="int4")
     for file in checkpoint("llama").iterdir():

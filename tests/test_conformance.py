@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import environment
+from tests import Patch, environment
 from tools.conformance import compare, record, reference, rows
 from tools.conformance.compare import NOTES, WAYS, Outcome
 from tools.conformance.reference import Reference
@@ -54,7 +54,7 @@ def test_persistent_buffers_are_random_and_unlike_from_layer_to_layer() -> None:
     assert len({tuple(buffer.tolist()) for buffer in buffers if buffer is not None}) == len(buffers)
 
 
-def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: Patch) -> None:
     outcomes: dict[str, Outcome] = {}
 
     def run(way: compare.Way, directory: Path, expected: Reference, _scratch: Path) -> tuple[torch.Tensor | None, str]:
@@ -98,7 +98,7 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
     assert Row(Subject("llama"), outcomes, 1.0).verdict == "crash"
 
 
-def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_costs_its_row_only(monkeypatch: Patch) -> None:
     def die(subject: Subject, _scratch: Path, tell: compare.Tell) -> None:
         if subject.type == "gpt2":
             os._exit(8)
@@ -127,9 +127,7 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "way", ["requests", *(pytest.param(way, marks=pytest.mark.slow) for way in ("reused", "accelerate"))]
 )
-def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_logit_of_a_row_that_ends_early_is_told(way: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """The row itself is gone when the others end. `mixed`, `drafts` and `deepspeed` take the same function."""
     monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
     outcomes: list[Outcome] = []
@@ -162,7 +160,7 @@ def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousSchedul
     init(watch, engine, running, expected)
 
 
-def test_padding_that_changes_the_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_that_changes_the_text_is_seen(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(compare, "WAYS", {"cpu": compare.WAYS["cpu"]})
     for wrong, verdict in ((False, "right"), (True, "differs")):
         if wrong:
@@ -173,7 +171,7 @@ def test_padding_that_changes_the_text_is_seen(tmp_path: Path, monkeypatch: pyte
         assert (outcomes["padding"].why == "") == wrong
 
 
-def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, monkeypatch: Patch) -> None:
     model = small_model(Subject("llama"))
     save(model, tmp_path)
     expected = reference.reference(type(model), tmp_path)

@@ -1,7 +1,7 @@
 """Continuous batching on real engines: sequences that come and go at any pass get the tokens that each has alone."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.test_parity import load
@@ -25,8 +25,6 @@ from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 LOAD = Workload(batch_size=8, input_len=20, output_len=12)
 MORE: dict[str, Any] = {
@@ -164,10 +162,10 @@ def test_tokens_are_those_of_each_sequence_alone(
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "falcon_h1", "mamba", "gemma4_text")),
     ],
 )
-def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, monkeypatch: Patch) -> None:
     small(monkeypatch)
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     running = begin(engine)
     rows = sequences(9, 5)
     limits = [row.left for row in rows]
@@ -191,17 +189,15 @@ def crowded(engine: Engine, patch: Patch) -> tuple[list[sequence.Sequence], list
     return finished, limits
 
 
-def test_rows_give_way_and_come_back(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_rows_give_way_and_come_back(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     check(engine, *crowded(engine, monkeypatch))
 
 
 @pytest.mark.parametrize("verb", ["forward", "admit", "move_rows"])
-def test_a_shortage_of_memory_costs_no_sequence(
-    verb: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_shortage_of_memory_costs_no_sequence(verb: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch, 40)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     running = begin(engine, step=4)
     calls, whole, seen = 0, getattr(engine, verb), list[int]()
 
@@ -271,12 +267,12 @@ def test_a_pass_without_memory_costs_no_sequence(
 
 @pytest.mark.parametrize("way", ["device", "cpu"])
 def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
-    way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+    way: str, kind: kinds.Kinds, monkeypatch: Patch
 ) -> None:
     """Memory runs out after the window's move is noted, before the move."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     options: dict[str, Any] = {} if way == "device" else {"kv_offload": "cpu", "kv_attention": "cpu"}
-    engine = load("stream", kind("gemma2"), "cpu", tmp_path, **options)
+    engine = load("stream", kind("gemma2"), "cpu", **options)
     ids = torch.tensor([[5, 9, 11, 30, 7, 8, 21, 40]])
     batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 12)
     add, token = WindowIndex.add, torch.tensor([6])
@@ -295,8 +291,8 @@ def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
         engine.rollback(batch, torch.tensor([batch.length]))
 
 
-def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     running = begin(engine)
 
     def short(_works: Sequence[Work]) -> None:
@@ -310,8 +306,8 @@ def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, tmp_path
     assert engine.batches == []
 
 
-def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     running = begin(engine)
     monkeypatch.setattr(engine, "forward", None)
     assert running.step() == []
@@ -320,12 +316,10 @@ def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, tmp_pat
     running.end()
 
 
-def test_stops_and_dropped_sequences_free_their_rows(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_stops_and_dropped_sequences_free_their_rows(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
     directory = checkpoint("llama")
-    engine = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu")
     tokenizer = Tokenizer(engine.plan.model)
     running = ContinuousScheduler(engine, tokenizer, LOAD, arrivals=True)
     prompts = [tokenizer.hf(text).input_ids for text in ("Once upon a time", "ab", "etaoin", "x")]
@@ -451,9 +445,9 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     assert running.prefixes.held == 0
 
 
-def test_rows_that_give_way_had_a_kept_beginning(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_rows_that_give_way_had_a_kept_beginning(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     running = keeping(engine, monkeypatch, step=4)
     rows = alike(8, 8, 16)
     finish(running, [sequence.Sequence(row.prompt_ids[:6], 2, key=100 + row.key) for row in rows])
@@ -469,10 +463,10 @@ def test_rows_that_give_way_had_a_kept_beginning(checkpoint: Checkpoints, tmp_pa
     check(engine, rows, limits)
 
 
-def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """They run with rows that reuse their prompt, and are not kept."""
     small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     running = keeping(engine, monkeypatch)
     ids = [5, 9, 13, 17, 21, 25, 29, 33, 37]
 
@@ -497,10 +491,10 @@ def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Pa
     running.end()
 
 
-def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """In memory for 40 positions the least recently used ones go; where the host has none, rows go on without."""
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     size = engine.plan.model.kv_bytes(1, 40)
     running = keeping(engine, monkeypatch, size)
     for rows in turns(3, 8):
@@ -520,16 +514,14 @@ def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_pa
     running.end()
 
 
-def test_an_engine_that_cannot_reuse_says_why(
-    kind: kinds.Kinds, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_an_engine_that_cannot_reuse_says_why(kind: kinds.Kinds, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (kind("gemma2"), {}, "sliding window"),
         (checkpoint("llama"), {"kv_offload": "cpu"}, "kv_offload=cpu"),
     ]
     for directory, options, why in cases:
-        engine = load("stream", directory, "cpu", tmp_path, **options)
+        engine = load("stream", directory, "cpu", **options)
         running = keeping(engine, monkeypatch)
         assert why in str(running.cannot_reuse)
         for key in range(2):
@@ -540,10 +532,10 @@ def test_an_engine_that_cannot_reuse_says_why(
 
 
 def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4096)
-    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine: Any = load("stream", checkpoint("llama"), "cpu")
     ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
     chunks = max(len(layer.chunks) for layer in ring.layers)
 
@@ -565,11 +557,9 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     assert ring.depth < 2 * chunks
 
 
-def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(checkpoint: Checkpoints) -> None:
     """Without it, long rows would be moved although memory is free. Long is longer than the mean."""
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     mean = Workload(batch_size=4, input_len=20, output_len=2)
     bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]
     assert bounded.schedule.limits.positions >= 4 * (20 + 200)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import Patch
 from tests.checkpoints import save_checkpoint
 from tests.damage_files import damage_bytes, damage_header, damage_json, damage_text
 from tests.test_architecture import CONFIGS
@@ -114,7 +115,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

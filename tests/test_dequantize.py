@@ -67,7 +67,7 @@ def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dt
 def run(folder: Path) -> list[Tensor]:
     """Return int8-KV logits of a prompt and eight steps."""
     directory = save_config(folder, "bloom", **ARCHITECTURES["bloom"])
-    engine = load("stream", directory, "cpu", folder, kv_cache_dtype="int8")
+    engine = load("stream", directory, "cpu", kv_cache_dtype="int8")
     ids = torch.arange(14).reshape(2, 7) % 11 + 3
     first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
     logits = [first, *(decode(engine, torch.tensor([3, 4])) for _ in range(8))]

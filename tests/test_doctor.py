@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests import mentions
+from tests import Patch, mentions
 from zinfer.commands import doctor
 from zinfer.core.engine import ENGINES, EngineKind
 from zinfer.engine import EngineError
@@ -18,7 +18,7 @@ def refuse(name: str) -> EngineKind:
 
 
 @pytest.mark.torch
-def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_is_enough(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", lambda name: ENGINES[name] if name == "stream" else refuse(name))
     assert CliRunner().invoke(doctor.command).exit_code == 0
     rows = {row.name: row for row in (*doctor.package_rows(), *doctor.machine_rows(), *doctor.engine_rows())}
@@ -30,7 +30,7 @@ def test_one_engine_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_no_engine_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_is_an_error_of_the_environment(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", refuse)
     result = CliRunner().invoke(doctor.command, [])
     assert result.exit_code == 5
@@ -38,7 +38,7 @@ def test_no_engine_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.torch
-def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_to_import_is_reported(monkeypatch: Patch) -> None:
     def broken(target: str) -> type:
         raise ImportError("libcudart.so.13: cannot open\nshared object file")
 
@@ -46,7 +46,7 @@ def test_an_engine_that_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPa
     assert all("libcudart.so.13: cannot open shared" in row.advice for row in doctor.engine_rows())
 
 
-def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_name_their_extra(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "package_version", lambda package: "")
     advice = {row.name: row.advice for row in doctor.package_rows()}
     assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
@@ -55,7 +55,7 @@ def test_missing_packages_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert "zinfer[tensorrt-rtx]" in "".join(CliRunner().invoke(doctor.command, []).stdout.split())
 
 
-def test_libaio_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_libaio_is_looked_for(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     rows = {row.name: row for row in doctor.machine_rows()}
@@ -70,7 +70,7 @@ def test_libaio_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert rows["libaio"].advice == ""
 
 
-def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_rows(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "gpus", lambda: [{"name": "NVIDIA H200", "driver": "580"}] * 2)
     monkeypatch.setattr(host, "memory_limit", lambda: 2 << 30)
     monkeypatch.setattr("shutil.which", lambda name: {"gcc": "/usr/bin/gcc"}.get(name))
@@ -85,7 +85,7 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("CUDA" in finding or "GPU" in finding for finding in rows.values())
 
 
-def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: Patch) -> None:
     monkeypatch.setattr("shutil.which", lambda _name: None)
     (row,) = (row for row in doctor.machine_rows() if row.name == "C compiler")
     assert row.finding == "none"

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import Checkpoints, Patch
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
 from tests.test_continuous import alike, begin, greedy, run, sequences, small
@@ -31,8 +32,6 @@ from zinfer.generation.drafts import Drafts
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 assert recorder  # a fixture
 
@@ -102,7 +101,7 @@ def test_steps_of_the_small_model_are_recorded(
     """CUDA graphs launch one-token drafts, with varying numbers of tokens kept."""
     small(monkeypatch)
     small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(small_one))
+    engine = load("stream", checkpoint(architecture), "cpu", draft=str(small_one))
     rows = alike(5, 8, 24)
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
@@ -118,7 +117,7 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
     """The number of rows seldom changes: CUDA graphs are recorded for it."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one))
+    engine = load("stream", checkpoint("llama"), "cpu", draft=str(small_one))
     rows = alike(8, 8, 30)
     for row in rows:
         row.left = 6 + 4 * row.key
@@ -141,14 +140,12 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
 
 
 @pytest.mark.parametrize("architecture", ["bloom", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-def test_rows_come_pause_and_leave(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Rows leave, wait in host memory, return, or pause drafting. The KV cache of the model that drafts closes its
     gaps."""
     small(monkeypatch, 60)
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))
+    engine = load("stream", checkpoint(architecture), "cpu", draft=str(checkpoint("llama")))
     rows = alike(9, 8, 30)
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch, step=4)
@@ -203,7 +200,7 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
     accepted = 0
     ends = frozenset[int]()
     for draft, max_drafts in (("none", 8), ("none", 8), (str(small_one), 8), (str(small_one), 2)):
-        engine: Any = load("stream", checkpoint("llama"), "none", tmp_path, draft=draft)
+        engine: Any = load("stream", checkpoint("llama"), "none", draft=draft)
         for model in (engine, engine.draft or engine):
             with torch.inference_mode():
                 head = model.model.get_output_embeddings().weight
@@ -234,10 +231,10 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
 
 
 def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     small(monkeypatch, 200)
-    engine = load("stream", checkpoint("llama"), "none", tmp_path, draft=str(checkpoint("opt")))  # of 64 positions
+    engine = load("stream", checkpoint("llama"), "none", draft=str(checkpoint("opt")))  # of 64 positions
     rows = alike(3, 40, 40)
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
@@ -246,11 +243,9 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     assert {row.key: row.output_ids for row in finished} == expected
 
 
-def test_memory_that_is_short_for_drafts_ends_no_row(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_memory_that_is_short_for_drafts_ends_no_row(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(checkpoint("llama")))
+    engine = load("stream", checkpoint("llama"), "cpu", draft=str(checkpoint("llama")))
     rows = sequences(6, 2)
     expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
@@ -351,9 +346,9 @@ def test_models_of_other_tokens_cannot_draft(checkpoint: Checkpoints, tmp_path: 
         check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
 
 
-def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: Any, tmp_path: Path) -> None:
+def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: Any) -> None:
     with pytest.raises(EngineError, match=r"draft=.*state that cannot forget"):
-        load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(kind("mamba")))
+        load("stream", checkpoint("llama"), "cpu", draft=str(kind("mamba")))
 
 
 def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import Checkpoints, Patch
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
 from tests.test_continuous import LOAD, MORE, Words, alike, begin, greedy, keeping, run, sequences, small
@@ -26,8 +27,6 @@ from zinfer.generation.sampling import choose
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tuning import DRAFTS
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 Answers = Mapping[int, tuple[Sequence[int], list[int]]]  # prompt and answer by key
 DRAFTED = {name: (WAYS | MORE)[name] for name in ("none", "kv auto by the cpu", "kv auto over the link")}
@@ -107,13 +106,13 @@ def test_tokens_are_those_of_decoding_one_by_one(
 
 @pytest.mark.parametrize("way", EIGHT_BITS)
 def test_tokens_of_a_cache_in_8_bits_are_those_without_drafts(
-    way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    way: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Prompts are computed whole: later chunks of one would see the earlier ones rounded, with drafts or without."""
     options = EIGHT_BITS[way]
     if "kv_offload" in options:
         keep_here(monkeypatch, 3)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
+    engine = load("stream", checkpoint("llama"), "cpu", **options)
     rows = sequences(14, 3)
     expected = answers(engine, rows)
     for wrong in (0.0, 0.4, 1.0):
@@ -135,13 +134,13 @@ def test_tokens_of_a_cache_in_8_bits_are_those_without_drafts(
     ],
 )  # fmt: skip
 def test_models_that_attend_in_ways_of_their_own(
-    name: str, options: dict[str, Any], checkpoint: Checkpoints, kind: Any, tmp_path: Path, monkeypatch: Patch
+    name: str, options: dict[str, Any], checkpoint: Checkpoints, kind: Any, monkeypatch: Patch
 ) -> None:
     small(monkeypatch)
     if options:
         keep_here(monkeypatch, 3)
     engine = load(
-        "stream", checkpoint(name) if name in ("bloom", "gpt_neox", "qwen2") else kind(name), "cpu", tmp_path, **options
+        "stream", checkpoint(name) if name in ("bloom", "gpt_neox", "qwen2") else kind(name), "cpu", **options
     )
     rows = sequences(9, 5)
     expected = answers(engine, rows)
@@ -149,13 +148,11 @@ def test_models_that_attend_in_ways_of_their_own(
     check(finished, expected)
 
 
-def test_no_row_goes_beyond_the_positions_of_its_model(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_no_row_goes_beyond_the_positions_of_its_model(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """A row that ends at the last position shares passes with others. There are 64 learned positions, and the other
     rows have many tokens to come."""
     small(monkeypatch, 100)
-    engine = load("stream", checkpoint("opt"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("opt"), "cpu")
     rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]
     expected = answers(engine, rows)
     finished = run(drafting(engine, monkeypatch, expected, 0.2), [rows])
@@ -163,16 +160,16 @@ def test_no_row_goes_beyond_the_positions_of_its_model(
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
-def test_models_that_cannot_forget_are_refused(name: str, kind: Any, tmp_path: Path) -> None:
-    engine = load("stream", kind(name), "cpu", tmp_path)
+def test_models_that_cannot_forget_are_refused(name: str, kind: Any) -> None:
+    engine = load("stream", kind(name), "cpu")
     with pytest.raises(EngineError, match="state that cannot forget"):
         ContinuousScheduler(engine, Words(), LOAD, drafter=NgramDrafter())  # type: ignore[arg-type]
 
 
-def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Rows are sampled, end inside drafts, and ask for log-probabilities."""
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
 
     def rows() -> list[sequence.Sequence]:
         drawn = sequences(10, 8, max_tokens=12)
@@ -205,9 +202,9 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
         )
 
 
-def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     first = sequences(6, 6, max_tokens=8)
     expected = dict(answers(engine, first))
     second = [sequence.Sequence([*prompt, *answer[:-1]], 6, key=10 + key) for key, (prompt, answer) in expected.items()]
@@ -242,9 +239,9 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
-def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints) -> None:
     """Passes of one token a row may never come with right drafts. They show what crosses the link."""
-    engine = load(name, checkpoint("llama"), "cpu", tmp_path)
+    engine = load(name, checkpoint("llama"), "cpu")
     batch = engine.admit(torch.ones(1, 5, dtype=torch.int64), 12)
     engine.forward([Work(batch, torch.full((1, 3), 7))])
     engine.forward([Work(batch, torch.full((1, 2), 7))])

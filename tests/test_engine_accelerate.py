@@ -1,6 +1,5 @@
 """Engine accelerate, beyond the parity that test_parity.py checks."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from click.testing import CliRunner
 from transformers import RecurrentGemmaForCausalLM, Zamba2ForCausalLM
 
+from tests import Checkpoints
 from tests.grid import covering
 from tests.test_parity import MACHINE, greedy, load
 from tools.conformance.reference import reference
@@ -22,8 +22,8 @@ from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
 
-def test_only_decoder_layers_are_offloaded(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    loaded = load("accelerate", checkpoint("bloom"), "cpu", tmp_path)
+def test_only_decoder_layers_are_offloaded(checkpoint: Checkpoints) -> None:
+    loaded = load("accelerate", checkpoint("bloom"), "cpu")
     greedy(loaded, (3, 2))
     spec, effective = loaded.plan.model, loaded.effective()
     assert effective.host_weight_bytes == effective.streamed_bytes_per_step == spec.streamed_bytes
@@ -31,7 +31,7 @@ def test_only_decoder_layers_are_offloaded(checkpoint: Callable[..., Path], tmp_
     assert effective.pinned_bytes == 0  # there is no device to pin for
 
 
-def test_files_lie_under_the_path_until_close(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_files_lie_under_the_path_until_close(checkpoint: Checkpoints, tmp_path: Path) -> None:
     loaded = load("accelerate", checkpoint("llama"), "nvme", tmp_path)
     sizes = [file.stat().st_size for file in tmp_path.rglob("*.dat")]
     assert sum(sizes) == loaded.effective().nvme_weight_bytes == loaded.plan.model.streamed_bytes
@@ -39,7 +39,7 @@ def test_files_lie_under_the_path_until_close(checkpoint: Callable[..., Path], t
     assert not list(tmp_path.iterdir())
 
 
-def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_nvme_wants_a_folder(checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="--nvme-path"):
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
 
@@ -62,7 +62,7 @@ def test_a_module_that_reads_weights_of_its_children_has_them(tmp_path: Path) ->
     directory = tmp_path / "recurrent_gemma"  # which multiplies with its convolution's weight by itself
     save(small_model(Subject("recurrent_gemma")), directory)
     expected = reference(RecurrentGemmaForCausalLM, directory)
-    loaded = load("accelerate", directory, "cpu", tmp_path)
+    loaded = load("accelerate", directory, "cpu")
     assert float(side_by_side(loaded, expected).max()) < expected.tolerance
 
 
@@ -75,7 +75,7 @@ def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:
 
 @pytest.mark.parametrize(("stay", "offload"), covering([0, 1, 2, 3], ["cpu", "nvme"]))
 def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
-    stay: int, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
+    stay: int, offload: Offload, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     plain = load("accelerate", checkpoint("llama"), offload, tmp_path)
     assert isinstance(plain, Accelerate)
@@ -105,8 +105,8 @@ def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
     assert not list(tmp_path.iterdir())
 
 
-def test_sizes_hold_whole_layers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    plain = load("accelerate", checkpoint("llama"), "cpu", tmp_path)
+def test_sizes_hold_whole_layers(checkpoint: Checkpoints) -> None:
+    plain = load("accelerate", checkpoint("llama"), "cpu")
     assert isinstance(plain, Accelerate)
     layer = plain.plan.model.streamed_bytes // 3
     for size, stay in ((layer - 1, 0), (2 * layer, 2), (3 * layer - 1, 2), (9 * layer, 3)):

@@ -64,9 +64,7 @@ def alone(directory: Path, prompt: list[int], count: int) -> list[int]:
         ["stream", "accelerate"],
     ),
 )  # fmt: skip
-def test_rows_get_the_text_of_the_row_alone(
-    case: tuple[str, tuple[int, ...]], engine: str, saved: Saved, tmp_path: Path
-) -> None:
+def test_rows_get_the_text_of_the_row_alone(case: tuple[str, tuple[int, ...]], engine: str, saved: Saved) -> None:
     kind, lengths = case
     directory = saved(kind)
     assert max(lengths) + OUTPUT_LEN <= (resolve.from_directory(directory).max_position or 0)
@@ -74,7 +72,7 @@ def test_rows_get_the_text_of_the_row_alone(
     expected = [
         alone(directory, row[real.bool()].tolist(), OUTPUT_LEN) for row, real in zip(token_ids, mask, strict=True)
     ]
-    loaded = load(engine, directory, "cpu", tmp_path)
+    loaded = load(engine, directory, "cpu")
     assert greedy(loaded, lengths).tolist() == expected
 
 

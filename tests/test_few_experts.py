@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
+from tests import Patch
 from tests.checkpoints import save_config
 from tests.running import error
 from tests.test_codec import compile_for_h100
@@ -22,7 +23,6 @@ from zinfer.engine.stream.experts.few_experts import NAME, FewExperts, pays
 from zinfer.engine.stream.experts.modules import through_interface
 
 CPU = torch.device("cpu")
-Patch = pytest.MonkeyPatch
 # Sizes that tiles do not divide, and some that they do.
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 72, "intermediate_size": 40},

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from tests import Checkpoints, Patch
 from tests.command import probed
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.resolve import from_directory
@@ -28,7 +28,7 @@ WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("name", _NOT_FINITE)
-def test_every_bit_pattern_is_told_as_torch_tells_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bit_pattern_is_told_as_torch_tells_it(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(read, "BLOCK", 4096)
     dtype = DTYPES[name]
     size = _NOT_FINITE[name][0]
@@ -49,7 +49,7 @@ def test_every_bit_pattern_is_told_as_torch_tells_it(name: str, monkeypatch: pyt
 
 
 @pytest.fixture
-def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
 
 
@@ -79,7 +79,7 @@ def test_a_weight_that_is_no_number_is_refused(value: float, folder: Path) -> No
 
 
 @pytest.mark.parametrize("source", [read_groups, map_groups])
-def test_mapped_files_are_checked_too(source: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_files_are_checked_too(source: Any, folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(read, "CHUNK", 64)
     spoil(folder, float("nan"))
     opened = Checkpoint.open(folder)
@@ -113,7 +113,7 @@ def test_a_number_too_large_for_the_type_is_refused(folder: Path) -> None:
     assert weights(folder, "float16", allow_nan=True)[WEIGHT].view(-1)[7].isinf()
 
 
-def test_pack_refuses_them_and_says_so_later(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_refuses_them_and_says_so_later(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     spoil(folder, float("nan"))
     refused = CliRunner().invoke(cli, ["pack", "-m", str(folder), "-o", "out"])
@@ -129,7 +129,7 @@ def test_pack_refuses_them_and_says_so_later(folder: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("engine", ["stream", "accelerate"])
-def test_run_refuses_them_and_takes_them(engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_refuses_them_and_takes_them(engine: str, folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(folder.parent)
     probed(folder.parent)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)

@@ -109,7 +109,7 @@ def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str],
     folder = with_tensors(source, tmp_path / "copy", extra, renamed)
     lines = description(folder)
     assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
-    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert error(logits(load("stream", folder, "cpu")), theirs(folder)) < 1e-5
     assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
 
 
@@ -178,20 +178,20 @@ def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str]
     line = f"{folder} holds several sources of weights: {{}} is read, as transformers does, and {{}} is not"
     assert description(folder) == [line.format(SINGLE, INDEX)]
     whole = theirs(folder)
-    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+    assert error(logits(load("stream", folder, "cpu")), whole) < 1e-5
     assert error(theirs(source), whole) > 1e-2
     save_file(changed, folder / "own.safetensors", {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.safetensors"}))
     assert description(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
     assert error(theirs(folder), whole) == 0
-    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+    assert error(logits(load("stream", folder, "cpu")), whole) < 1e-5
 
 
 def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
     (folder / SINGLE).symlink_to("gone")
-    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert error(logits(load("stream", folder, "cpu")), theirs(folder)) < 1e-5
     assert len(description(folder)) == 1
 
 

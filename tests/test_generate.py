@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import Checkpoints, Patch
 from tests.test_dialogue import sentencepiece
 from tests.test_parity import plan_of
 from zinfer.checkpoint.resolve import from_catalogue, from_directory
@@ -59,7 +59,7 @@ def generate(
     return sequences
 
 
-def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Callable[..., Path]) -> None:
+def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     engine, spec = engine_for(directory)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -79,7 +79,7 @@ def test_texts_are_those_of_transformers_in_any_batch(checkpoint: Callable[..., 
 
 
 def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
-    checkpoint: Callable[..., Path], tmp_path: Path
+    checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """As Llama 2's and Mixtral's do. Text that continues a prompt begins with it, an answer of a chat does not."""
     directory = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
@@ -103,7 +103,7 @@ def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
     assert [tokenizer.text_of(token) for token in (answer[0], answer[1], 2)] == [" ", "u", "</s>"]
 
 
-def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> None:
+def test_rows_end_at_their_own_end_token(checkpoint: Checkpoints) -> None:
     """The third token of a row is declared its end: the row stops there, the others continue."""
     engine, spec = engine_for(checkpoint("opt"))
     free = generate(engine, spec, PROMPTS, 3, output_len=8, ignore_eos=True)
@@ -123,7 +123,7 @@ def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> Non
     assert finished[0].finish_reason == "stop"
 
 
-def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path]) -> None:
+def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Checkpoints) -> None:
     """Each prompt has chances of its own: two that are the same are continued in two ways."""
     engine, spec = engine_for(checkpoint("llama"))
     prompts = [*PROMPTS, PROMPTS[0]]
@@ -147,7 +147,7 @@ def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path])
     assert [sequence.output_ids for sequence in other] != ways[0]
 
 
-def test_output_that_is_no_number_is_a_failure(checkpoint: Callable[..., Path]) -> None:
+def test_output_that_is_no_number_is_a_failure(checkpoint: Checkpoints) -> None:
     engine, spec = engine_for(checkpoint("llama"))
     with torch.no_grad():
         engine.model.model.norm.weight.fill_(float("nan"))
@@ -156,7 +156,7 @@ def test_output_that_is_no_number_is_a_failure(checkpoint: Callable[..., Path]) 
 
 
 @pytest.mark.parametrize("kind", ["bytes of GPT-2", "bytes of Llama 2"])
-def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_part_of_a_character_is_told_by_its_bytes(kind: str, monkeypatch: Patch) -> None:
     hf = byte_tokenizer() if kind == "bytes of GPT-2" else sentencepiece()
     monkeypatch.setattr("zinfer.generation.tokenizer.load_tokenizer", lambda _spec: hf)
     tokenizer = Tokenizer(from_catalogue("bloom-tiny"))

@@ -5,7 +5,7 @@ CPU.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests import (
+    Checkpoints,
+    Patch,
     quantized,
     test_codec,
     test_continuous,
@@ -33,7 +35,7 @@ from tests import (
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_checkpoint, save_config
 from tests.running import decode, error, prefill
-from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
+from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
 from zinfer.core.case import Offload
@@ -55,8 +57,6 @@ from zinfer.plan.planner import make_plan
 
 pytestmark = pytest.mark.gpu
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 mixture = test_experts.mixture  # the fixture
 ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral")
@@ -82,8 +82,7 @@ def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tens
 
 def check(engine: Engine, directory: Path) -> None:
     for _ in range(TURNS):
-        for lengths, expected in zip(BATCHES, reference(directory), strict=True):
-            assert torch.equal(tokens(engine, lengths), expected)
+        check_tokens(engine, directory, tokens)
     engine.close()
 
 
@@ -91,14 +90,13 @@ def check(engine: Engine, directory: Path) -> None:
 @pytest.mark.parametrize("device_rows", [0, 2])
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
 def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
-    architecture: str, attention: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, attention: str, device_rows: int, checkpoint: Checkpoints
 ) -> None:
     directory = checkpoint(architecture)
     engine = load(
         "stream",
         directory,
         "cpu",
-        tmp_path,
         device_rows=device_rows,
         tokens=9,
         kv_offload="auto",
@@ -132,26 +130,22 @@ def test_persistent_buffers_keep_the_values_of_their_layers(name: str, offload: 
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_a_model_that_stays_can_have_its_cache_in_host_memory(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_model_that_stays_can_have_its_cache_in_host_memory(architecture: str, checkpoint: Checkpoints) -> None:
     directory = checkpoint(architecture)
-    check(load("stream", directory, "none", tmp_path, kv_offload="cpu"), directory)
+    check(load("stream", directory, "none", kv_offload="cpu"), directory)
 
 
 @pytest.mark.parametrize("device_rows", [0, 2])
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
 def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
-    architecture: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, device_rows: int, checkpoint: Checkpoints
 ) -> None:
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given = reference(directory)[0]
-    alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
+    alone = load("stream", directory, "cpu", kv_cache_dtype="int8")
     expected = follow(alone, given, lengths)
     alone.close()
-    split = load(
-        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto"
-    )
+    split = load("stream", directory, "cpu", device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto")
     for _ in range(TURNS):
         for actual, wanted in zip(follow(split, given, lengths), expected, strict=True):
             assert torch.allclose(actual, wanted, atol=0.02 * float(wanted.abs().max()))
@@ -161,19 +155,19 @@ def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
 @pytest.mark.parametrize("weight_codec", ["none", "lossless"])
 @pytest.mark.parametrize("share", ["0%", "40%", "100%"])
 def test_layers_that_stay_give_the_same_logits(
-    share: str, weight_codec: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    share: str, weight_codec: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     directory, lengths = checkpoint("llama", hidden_size=256), BATCHES[0]
     given = reference(directory)[0]
-    plain = load("stream", directory, "none", tmp_path, dtype="bfloat16", cuda_graphs="off")
+    plain = load("stream", directory, "none", dtype="bfloat16", cuda_graphs="off")
     expected = follow(plain, given, lengths)
     plain.close()
     options: dict[str, Any] = {"dtype": "bfloat16", "weight_codec": weight_codec, "cuda_graphs": "off"}
-    either = load("stream", directory, "cpu", tmp_path, **options)
+    either = load("stream", directory, "cpu", **options)
     plan, everything = either.plan, either.effective().host_weight_bytes
     either.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
-    alone = load("stream", directory, "cpu", tmp_path, gpu_weights=share, **options)
+    alone = load("stream", directory, "cpu", gpu_weights=share, **options)
     assert (alone.effective().host_weight_bytes < everything) == (share != "0%")
     for engine in (either, alone):
         for unpacked in unpacked_ways(engine):
@@ -193,11 +187,9 @@ def unpacked_ways(engine: Any) -> Iterator[int]:
         yield len(unpacked)
 
 
-def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     directory = checkpoint("llama")
-    engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="gpu")
+    engine = load("stream", directory, "cpu", kv_offload="cpu", kv_attention="gpu")
     lengths, expected = BATCHES[0], reference(directory)[0]
     assert torch.equal(tokens(engine, lengths), expected)
     many = torch.ones((64, 9), dtype=torch.int64)
@@ -213,15 +205,13 @@ def no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_without_a_compiler_coded_weights_are_refused(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_without_a_compiler_coded_weights_are_refused(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Other tensors for the GPU are copied without a kernel then."""
     assert trouble() is None
     for name in ("zinfer.engine.stream.engine.trouble", "zinfer.engine.transfer.trouble"):
         monkeypatch.setattr(name, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
-        load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
+        load("stream", checkpoint("llama"), "cpu", dtype="bfloat16", weight_codec="lossless")
     assert torch.equal(to_device(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
 
 
@@ -236,8 +226,8 @@ def test_rows_of_several_micro_batches_share_a_pass(
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
-    engine = load("stream", kind(name), "cpu", tmp_path)
+def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds) -> None:
+    engine = load("stream", kind(name), "cpu")
     test_ragged.check(engine, None)
     engine.close()
 
@@ -245,7 +235,7 @@ def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds,
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 @pytest.mark.parametrize("way", ["on the device", "over the link", "by the CPU", "some by the CPU"])
 def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
-    way: str, architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    way: str, architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     test_continuous.small(monkeypatch)
     options: dict[str, Any] = {
@@ -256,7 +246,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     }[way]
     if way == "some by the CPU":
         keep_here(monkeypatch, 3)
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    engine = load("stream", checkpoint(architecture), "cpu", **options)
     finished, limits, _ = test_continuous.come_and_go(engine)
     test_continuous.check(engine, finished, limits)
     engine.close()
@@ -331,9 +321,9 @@ def always(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds, tmp_path: Path) -> None:
+def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     """Norms, products, positions, routers, new keys, and attention with sinks."""
-    engine: Any = load("stream", kind("gpt_oss"), "none", tmp_path, dtype="float32", cuda_graphs="auto")
+    engine: Any = load("stream", kind("gpt_oss"), "none", dtype="float32", cuda_graphs="auto")
     lengths = kinds.LENGTHS[:1]  # for more pairs of a token and one of two experts transformers' code waits for the GPU
     assert torch.equal(tokens(engine, lengths), kinds.expected(kind("gpt_oss"), lengths))
     settings = engine.effective().settings
@@ -344,11 +334,10 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds, tmp_path: P
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs="auto")
+def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint(architecture), "none", cuda_graphs="auto")
     for _ in range(TURNS):
-        for lengths, expected in zip(BATCHES, reference(checkpoint(architecture)), strict=True):
-            assert torch.equal(tokens(engine, lengths), expected)
+        check_tokens(engine, checkpoint(architecture), tokens)
     state = str(engine.effective().settings["cuda_graphs"])
     # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for;
     # Falcon waits for its mask.
@@ -389,11 +378,9 @@ def test_cuda_graphs_give_the_same_logits(
 
 
 @pytest.mark.usefixtures("always")
-def test_cuda_graphs_of_micro_batches_that_come_and_go(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_cuda_graphs_of_micro_batches_that_come_and_go(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     test_continuous.small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs="auto")
+    engine = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
     finished, limits, _ = test_continuous.come_and_go(engine)
     assert engine.effective().settings["cuda_graphs"] == "on"
     test_continuous.check(engine, finished, limits)
@@ -402,10 +389,10 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("keep_all", [True, False])
-def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Checkpoints) -> None:
     runs = []
     for option in ("off", "auto"):
-        engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
+        engine = load("stream", checkpoint("llama"), "none", cuda_graphs=option)
         runs.append(test_graphs.verified(engine, keep_all))
         assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
         assert engine._graphs.takes_several, "none failed"  # type: ignore[attr-defined]
@@ -413,22 +400,18 @@ def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Ch
     assert all(graphs.alike(actual, expected) for actual, expected in zip(*runs, strict=True))
 
 
-def test_a_step_that_waits_for_the_gpu_is_not_recorded(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_step_that_waits_for_the_gpu_is_not_recorded(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """The device, its memory and its random numbers are as before; so are tokens."""
-    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs="auto")
+    engine: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
     engine.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
-        assert torch.equal(tokens(engine, lengths), expected)
+    check_tokens(engine, checkpoint("llama"), tokens)
     assert str(engine.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
     torch.cuda.empty_cache()
     assert bool(torch.rand(9, device="cuda").isfinite().all())
     monkeypatch.setattr(graphs.CudaRecorder, "_rehearse", lambda _self, run: run())  # recorded all the same: it fails
-    other: Any = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs="auto")
+    other: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
     other.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
-        assert torch.equal(tokens(other, lengths), expected)
+    check_tokens(other, checkpoint("llama"), tokens)
     assert str(other.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
     torch.cuda.empty_cache()
     for running in (engine, other):
@@ -528,7 +511,7 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_pa
     directory = test_quantized.FORMATS[name](tmp_path / "m")
     outputs = []
     for weight_codec in ("none", "lossless"):
-        engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=weight_codec)
+        engine = load("stream", directory, "cpu", dtype="bfloat16", weight_codec=weight_codec)
         outputs.append(tokens(engine, (5, 9, 3)))
         engine.close()
     assert torch.equal(*outputs)
@@ -583,13 +566,11 @@ def test_every_call_of_experts_on_the_cpu_gives_what_the_model_computes(
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", test_experts.MIXTURES)
-def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Kinds, tmp_path: Path) -> None:
+def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Kinds) -> None:
     """Kernels for them and CUDA graphs: steps of one and of three rows, which are believed only if nothing differs."""
     lengths, runs = ((9, 5, 7), (6,)), list[list[Tensor]]()
     for option in ("off", "auto"):
-        engine: Any = load(
-            "stream", mixture(name), "none", tmp_path, dtype="float32", cuda_graphs="auto", experts_kernel=option
-        )
+        engine: Any = load("stream", mixture(name), "none", dtype="float32", cuda_graphs="auto", experts_kernel=option)
         runs += [[tokens(engine, batch) for batch in lengths] for _ in range(TURNS)]
         settings = engine.effective().settings
         assert settings["experts_kernel"] == {"off": "off", "auto": "on"}[option]
@@ -649,9 +630,9 @@ SHAPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_deepspeed_reads_page_locked_memory_of_the_arena(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_deepspeed_reads_page_locked_memory_of_the_arena(checkpoint: Checkpoints) -> None:
     pytest.importorskip("deepspeed")
-    engine: Any = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path)
+    engine: Any = load("deepspeed", checkpoint("bloom"), "cpu")
     parts = [engine._parameters[name].ds_tensor for name in engine._offloaded]
     assert all(part.is_pinned() for part in parts)
     assert engine.effective().pinned_bytes >= sum(part.nbytes for part in parts)
@@ -669,9 +650,9 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @two_gpus
 @pytest.mark.parametrize("way", SHARED)
-def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints) -> None:
     architecture, options = SHARED[way]
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, gpus=2, **options)
+    engine = load("stream", checkpoint(architecture), "cpu", gpus=2, **options)
     assert engine.effective().pinned_bytes == engine.effective().host_weight_bytes
     check(engine, checkpoint(architecture))
 
@@ -683,8 +664,8 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
     options = {"dtype": "bfloat16"} | options
-    single = load("stream", folder, "cpu", tmp_path, **options)
-    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
+    single = load("stream", folder, "cpu", **options)
+    team = load("stream", folder, "cpu", **options, gpus=2)
     for _ in range(TURNS):
         test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
     team.close()
@@ -692,10 +673,10 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
 
 
 @two_gpus
-def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     test_continuous.small(monkeypatch)
-    team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=2)
-    single = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    team = load("stream", checkpoint("llama"), "cpu", gpus=2)
+    single = load("stream", checkpoint("llama"), "cpu")
     finished, limits, _ = test_continuous.come_and_go(team)
     test_continuous.check(single, finished, limits)
     team.close()
@@ -703,8 +684,8 @@ def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, tmp_pat
 
 
 @two_gpus
-def test_the_gather_of_two_gpus_has_a_queue_of_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama", 512), "cpu", tmp_path, gpus=2)
+def test_the_gather_of_two_gpus_has_a_queue_of_its_own(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama", 512), "cpu", gpus=2)
     token_ids, mask = prompts(BATCHES[0])
     tokens = prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)
     spans = engine.timeline([Work(engine.batches[-1], tokens[:, None])])

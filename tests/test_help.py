@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests import Patch
 from zinfer.checkpoint import hub
 from zinfer.cli import GROUPS, VERBS, cli
 from zinfer.core.errors import ENVIRONMENT
@@ -32,7 +33,7 @@ def test_torchrun_is_told_how_several_gpus_are_asked_for() -> None:
     assert "zinfer run --gpus 2" in done.output
 
 
-def test_the_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_revision_is_asked_of_the_hub(monkeypatch: Patch, tmp_path: Path) -> None:
     asked = []
     (tmp_path / "config.json").write_text("{}")
 
@@ -46,7 +47,7 @@ def test_the_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert asked == [("owner/name", "config.json", "v2"), ("owner/name", "config.json", None)]
 
 
-def test_an_engine_without_its_packages_is_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_its_packages_is_the_environments_fault(monkeypatch: Patch) -> None:
     from zinfer.engine import EngineError, kind
 
     monkeypatch.setattr("zinfer.engine.util.find_spec", lambda _name: None)

@@ -1,6 +1,5 @@
 """KV snapshots: a prefill that continues from one gives exactly the tokens of computing everything."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests import Checkpoints
 from tests.grid import covering
 from tests.running import Past, decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
@@ -17,7 +17,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kv_snapshot import RowsPast
 
-Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 
 
@@ -68,8 +67,8 @@ def test_tokens_are_those_of_computing_everything(
     assert torch.equal(expected, theirs[:, whole.shape[1] :])
 
 
-def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path)
+def test_deepspeed_keeps_too(checkpoint: Checkpoints) -> None:
+    engine = load("deepspeed", checkpoint("bloom"), "cpu")
     token_ids, mask = prompts((9,))
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask))
     kept = snapshot(engine, 0, 15)
@@ -78,10 +77,8 @@ def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_padded_rows_go_on_together_and_in_blocks(
-    architecture: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path, tokens=4 * at_once)
+def test_padded_rows_go_on_together_and_in_blocks(architecture: str, at_once: int, checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint(architecture), "cpu", tokens=4 * at_once)
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
     prefill(engine, token_ids, mask)
@@ -94,11 +91,9 @@ def test_padded_rows_go_on_together_and_in_blocks(
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_rows_with_beginnings_of_their_own_begin_together(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_rows_with_beginnings_of_their_own_begin_together(architecture: str, checkpoint: Checkpoints) -> None:
     """Each row's first tokens come from its own snapshots alone. They were made with other rows, in one part or two."""
-    engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
+    engine = load("stream", checkpoint(architecture), "cpu")
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
     prefill(engine, token_ids, mask)
@@ -123,9 +118,9 @@ def test_rows_with_beginnings_of_their_own_begin_together(
             prefill(engine, token_ids, mask, past=wrong)
 
 
-def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    engine = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu")
     with pytest.raises(EngineError, match="positions 0 to 3 have not been computed"):
         snapshot(engine, 0, 3)
     token_ids, mask = prompts((9,))
@@ -140,7 +135,7 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
     engine.close()
     ways: list[dict[str, Any]] = [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}]
     for options in ways:
-        engine = load("stream", directory, "cpu", tmp_path, **options)
+        engine = load("stream", directory, "cpu", **options)
         (option,) = options
         assert option in str(engine.cannot_snapshot())
         prefill(engine, token_ids, mask)
@@ -156,7 +151,7 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
 def test_a_gpu_reloads_from_page_locked_memory(
     architecture: str, offload: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    engine = load("stream", checkpoint(architecture), offload, tmp_path)  # type: ignore[arg-type]
+    engine = load("stream", checkpoint(architecture), offload, tmp_path)
     token_ids, mask = prompts((9,))
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask).cpu())
     expected = go_on(engine, whole, ones)

@@ -4,17 +4,16 @@ import random
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_continuous import Words
-from tests.test_parity import BATCHES, greedy, load, prompts, reference
+from tests.test_parity import BATCHES, check_tokens, greedy, load, prompts, reference
 from tests.test_passes import keep_here
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError
@@ -30,21 +29,17 @@ from zinfer.generation.sequence import Sequence
 from zinfer.system.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
-
 
 @pytest.mark.parametrize(
     ("architecture", "attention", "at_once"),
     covering(["bloom", "opt", "llama", "gpt_neox", "qwen2", "mixtral"], ["gpu", "cpu"], [1, 8], times=2),
 )
 def test_tokens_are_those_of_transformers(
-    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path, tokens=9 * at_once, kv_offload="cpu", kv_attention=attention)
-    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
-        assert torch.equal(greedy(engine, lengths), expected)
+    engine = load("stream", directory, "cpu", tokens=9 * at_once, kv_offload="cpu", kv_attention=attention)
+    check_tokens(engine, directory)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +49,10 @@ def test_sequences_split_between_gpu_and_host_memory(
     architecture: str,
     attention: str,
     device_rows: int,
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
+    checkpoint: Checkpoints,
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load(
-        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_offload="auto", kv_attention=attention
-    )
+    engine = load("stream", directory, "cpu", device_rows=device_rows, kv_offload="auto", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         effective = engine.effective()
@@ -72,9 +64,9 @@ def test_sequences_split_between_gpu_and_host_memory(
         assert effective.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
 
 
-def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    there = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="cpu", kv_attention="cpu")
-    on_device = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="none")
+def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+    there = load("stream", checkpoint("llama"), "cpu", tokens=1, kv_offload="cpu", kv_attention="cpu")
+    on_device = load("stream", checkpoint("llama"), "cpu", tokens=1, kv_offload="none")
     many: list[int] = []
     monkeypatch.setattr(CpuStore, "append", _counted(CpuStore.append, many))
     assert torch.equal(greedy(there, (1, 1, 1)), greedy(on_device, (1, 1, 1)))
@@ -91,9 +83,9 @@ def _counted(append: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
     return counted
 
 
-def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints) -> None:
     for attention, kept_on in (("gpu", "gpu"), ("cpu", "cpu")):
-        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
+        engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention=attention)
         load_of_one = engine.plan.case.workload
         measure(engine, load_of_one, engine.plan.model.vocab_size, Samples(), repeats=1)  # and released
         settings = engine.effective().settings
@@ -101,10 +93,8 @@ def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: P
         assert (settings["kv_bytes_per_step"] > 0) is (attention == "gpu")
 
 
-def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention="cpu")
 
     def come_and_go(count: int) -> None:
         for _ in range(count):  # one by one, as requests do
@@ -125,20 +115,18 @@ def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
     assert engine.effective().settings["kv_host_rows"] == 1
 
 
-def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    engine = load("stream", directory, "none", tmp_path, kv_offload="cpu")
+    engine = load("stream", directory, "none", kv_offload="cpu")
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         assert engine.effective().settings["kv_host_rows"] == len(lengths)
     engine.close()
     with pytest.raises(OptionError, match=r"kv_attention=gpu .* needs offload cpu"):
-        load("stream", directory, "none", tmp_path, kv_offload="cpu", kv_attention="gpu")
+        load("stream", directory, "none", kv_offload="cpu", kv_attention="gpu")
 
 
-def test_as_many_threads_attend_as_the_plan_says(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_threads_attend_as_the_plan_says(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """The number is restored when the batch is done."""
     directory, before = checkpoint("llama"), torch.get_num_threads()
     seen: set[int] = set()
@@ -151,7 +139,7 @@ def test_as_many_threads_attend_as_the_plan_says(
     monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", watched)
     for share, threads in ((1.0, attending_cpus(before)), (1e-3, 1)):
         seen.clear()
-        engine: Any = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+        engine: Any = load("stream", directory, "cpu", kv_offload="cpu", kv_attention="cpu")
         engine.given = engine.plan.placement.model_copy(update={"kv_cpu_share": share})
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
         assert seen == {threads}
@@ -162,17 +150,17 @@ def test_as_many_threads_attend_as_the_plan_says(
 
 
 def test_a_model_that_computes_attention_itself_keeps_its_cache_on_the_gpu(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """A plan that does not know the type is made anew."""
     keep_here(monkeypatch, 1)
     directory = checkpoint("falcon")
     with pytest.raises(EngineError, match=r"falcon.* computes attention itself, .*: kv_offload=cpu is not for it"):
-        load("stream", directory, "cpu", tmp_path, kv_offload="cpu")
+        load("stream", directory, "cpu", kv_offload="cpu")
     for with_counts in (True, False):
         if not with_counts:
             monkeypatch.setattr("zinfer.core.model.ATTEND_THEMSELVES", ())
-        engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+        engine = load("stream", directory, "cpu", kv_offload="auto", kv_attention="cpu")
         assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
         assert engine.effective().settings["kv_host_rows"] == 0
 
@@ -180,12 +168,12 @@ def test_a_model_that_computes_attention_itself_keeps_its_cache_on_the_gpu(
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
-    architecture: str, storage: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, storage: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)  # a row at a time
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path, kv_cache_dtype=storage)
-    exact = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu", kv_cache_dtype=storage)
+    exact = load("stream", directory, "cpu")
     token_ids, mask = prompts((9, 5, 7))
     logits = [prefill(model, token_ids, mask, reserve=8) for model in (engine, exact)]
     assert torch.allclose(logits[0], logits[1], atol=1e-4), "the prompt's attention sees exact keys"
@@ -224,16 +212,14 @@ def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, max_error: 
     covering(["bloom", "llama", "gpt_neox"], [0, 1, 3], [True, False], times=2),
 )
 def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
-    architecture: str, device_rows: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, device_rows: int, compiler: bool, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.kv.cpu_kernel.library", lambda: None)
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
     directory = checkpoint(architecture)
-    alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
-    split = load(
-        "stream", directory, "cpu", tmp_path, device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto"
-    )
+    alone = load("stream", directory, "cpu", kv_cache_dtype="int8")
+    split = load("stream", directory, "cpu", device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto")
     token_ids, mask = prompts((9, 5, 7, 1))
     logits = [prefill(model, token_ids, mask, reserve=8) for model in (alone, split)]
     for _ in range(6):
@@ -282,12 +268,12 @@ class SharedPass:
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
 def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Micro-batches of other lengths, in parts of a row or two. Padded and not, with rows on the device."""
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
-    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    engine: Any = load("stream", checkpoint(architecture), "cpu", **options)
     rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     rows.check([2, 3, 1], [9], 2e-4)
 
@@ -296,7 +282,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     ("architecture", "storage", "device_rows"), covering(["bloom", "llama", "mixtral"], ["int8", "fp8"], [9, 6])
 )
 def test_rows_in_8_bits_share_a_forward_pass(
-    architecture: str, storage: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, storage: str, device_rows: int, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
     the model's type are freed before the next row's are made. Some rows may be in host memory."""
@@ -305,7 +291,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
         keep_here(monkeypatch, device_rows)
     on_cpu = {"kv_offload": "auto", "kv_attention": "cpu"}  # asked for: the machine has no rate of it
     options: dict[str, Any] = {"kv_cache_dtype": storage} | (on_cpu if quantized_rows else {})
-    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    engine: Any = load("stream", checkpoint(architecture), "cpu", **options)
     live, counts = list[Any](), list[int]()
 
     def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -334,14 +320,14 @@ def test_rows_in_8_bits_share_a_forward_pass(
     covering(["bloom", "gpt_neox", "opt"], ["auto", "int8"], [True, False]),
 )
 def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
-    architecture: str, storage: str, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, storage: str, compiler: bool, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Micro-batches of other lengths, padded and not, beside rows on the device."""
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.kv.cpu_kernel.library", lambda: None)
     keep_here(monkeypatch, 4)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
-    engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
+    engine: Any = load("stream", checkpoint(architecture), "cpu", **options)
     rows = SharedPass(engine, monkeypatch, (9, 5, 7, 4, 6), (11, 11), (3,))
     quantised: list[int] = []
 
@@ -387,10 +373,10 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
 
 
 def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """A scheduler that expects too many rows begins, then runs fewer. There is no memory for them."""
-    engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+    engine: Any = load("stream", checkpoint("bloom"), "cpu", kv_offload="cpu", kv_attention="cpu")
 
     def short(_pool: HostPool, _size: int) -> None:
         raise MemoryError("host memory is short")
@@ -401,15 +387,13 @@ def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
         passes.prefill(engine, *prompts((9, 5)), 4)
 
 
-def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Requests in groups of many sizes, a third in host memory. They follow an equal batch. The scheduler holds them
     with little more than the plan says, and rows on the device are never moved off it when they are merged."""
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
     monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))
-    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    engine: Any = load("stream", checkpoint("llama"), "cpu", kv_offload="auto", kv_attention="cpu")
     expected = Workload(batch_size=40, input_len=20, output_len=12)
     batch, _ = passes.prefill(engine, *prompts((20,) * 40), 12)
     assert batch.host_rows == 14

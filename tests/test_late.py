@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import Patch
 from tests import test_parity as parity
 from tests.checkpoints import save_config
 from tests.command import zinfer
@@ -34,7 +35,7 @@ LAST = "model.layers.5.mlp.up_proj.weight"
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
 
@@ -51,7 +52,7 @@ plan_of = partial(parity.plan_of, dtype="bfloat16")
 class Slow:
     """Disk that holds reads of a layer back until `gate` opens."""
 
-    def __init__(self, folder: Path, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, layer: int, monkeypatch: Patch) -> None:
         self.gate, self.held = threading.Event(), threading.Event()
         self._held = {
             (info.file, info.start)
@@ -91,7 +92,7 @@ def facts(loaded: Stream) -> tuple[Any, ...]:
     ],
 )
 def test_a_pass_begins_before_the_last_layer_is_loaded(
-    gpu_weights: str | None, options: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_weights: str | None, options: dict[str, Any], checkpoint: Path, monkeypatch: Patch
 ) -> None:
     plan = plan_of(checkpoint, gpu_weights=gpu_weights, **options)
     if "packed" in options:
@@ -127,7 +128,7 @@ def test_a_pass_begins_before_the_last_layer_is_loaded(
     early.close()
 
 
-def test_what_counts_bytes_waits_for_the_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_bytes_waits_for_the_load(checkpoint: Path, monkeypatch: Patch) -> None:
     slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     timer = threading.Timer(0.3, slow.gate.set)
@@ -140,7 +141,7 @@ def test_what_counts_bytes_waits_for_the_load(checkpoint: Path, monkeypatch: pyt
     timer.join()
 
 
-def test_a_load_that_is_closed_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_closed_ends(checkpoint: Path, monkeypatch: Patch) -> None:
     slow = Slow(checkpoint, 3, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     assert slow.held.wait(60)
@@ -169,7 +170,7 @@ def request() -> Request:
 
 
 def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = spoiled(checkpoint, tmp_path / "spoiled")
     with pytest.raises(CheckpointError, match=f"{LAST} holds NaN") as whole:
@@ -188,7 +189,7 @@ def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
 
 
 def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     good, bad = checkpoint, spoiled(checkpoint, tmp_path / "spoiled")
     for folder in (good, bad):
@@ -220,7 +221,7 @@ def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
         worker.close()
 
 
-def test_weights_that_change_meanwhile_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_meanwhile_are_refused(checkpoint: Path, monkeypatch: Patch) -> None:
     slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
     worker = InlineWorker("zinfer.engine.stream.engine:Stream", revision="another")
     plan = plan_of(checkpoint)
@@ -266,7 +267,7 @@ def test_a_copy_of_the_model_is_loaded_from(checkpoint: Path) -> None:
 
 
 def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = spoiled(checkpoint, tmp_path / "spoiled")
     slow = Slow(folder, LAYERS - 1, monkeypatch)
@@ -280,7 +281,7 @@ def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(
     assert server.dispatcher.exit_code == CheckpointError.exit_code
 
 
-def test_a_load_without_room_ends_before_its_first_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_without_room_ends_before_its_first_pass(checkpoint: Path, monkeypatch: Patch) -> None:
     slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     assert early.late is not None
@@ -295,7 +296,7 @@ def test_a_load_without_room_ends_before_its_first_pass(checkpoint: Path, monkey
     timer.join()
 
 
-def test_chunks_of_late_layers_that_are_larger_find_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_late_layers_that_are_larger_find_room(checkpoint: Path, monkeypatch: Patch) -> None:
     whole = Stream(plan_of(checkpoint))
     expected = greedy(whole, BATCHES[0])
     whole.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
 from tests.results import codec_run, plain, sweep
 from tools import trained
 from zinfer.analysis.study import gain as gain_of
@@ -30,7 +30,7 @@ MIB, ROOT = 1 << 20, Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def swift(monkeypatch: Patch, tmp_path: Path) -> None:
     """Make the measurement fast with small buffers and few samples. Its results go to a temporary folder."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(codec, "SIZE", {"cpu": 2 * MIB})
@@ -86,7 +86,7 @@ def test_the_bound_is_the_entropy_of_each_block() -> None:
     assert codec._bound(torch.cat([steady[: coder.BLOCK], -steady[: coder.BLOCK] * 8])) == 8 / 16  # a table for each
 
 
-def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_lies_is_caught(monkeypatch: Patch) -> None:
     decode = coder.decode
 
     def lies(data: torch.Tensor, layout: coder.Layout, out: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ def test_the_report_shows_the_codec(tmp_path: Path) -> None:
     assert "codec.jsonl, line 1: not a whole record" in text()
 
 
-def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(trained, "texts", lambda: (bytes(range(97)) * 40, "héllo".encode(), b"prose"))
     path = tmp_path / "out" / "trained"
     source = trained.train(path, steps=2, batch=2, hidden_size=256, layers=1)
@@ -229,7 +229,7 @@ def test_text_that_is_held_out_is_not_trained_on() -> None:
 
 
 @pytest.mark.gpu
-def test_the_codec_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_codec_on_a_gpu(monkeypatch: Patch) -> None:
     monkeypatch.undo()
     measured = codec.measure()
     assert wrong(measured) == ()

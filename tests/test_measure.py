@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import Patch
 from tests.inline import MACHINE, SPEC
 from tests.running import StepEngine
 from zinfer.core.case import Case, Workload
@@ -129,7 +130,7 @@ class Lagging(Metronome):
         self.seconds, self.asked_s = self.seconds + self.asked_s, 0.0
 
 
-def test_work_counts_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_counts_where_it_was_asked_for(monkeypatch: Patch) -> None:
     """TTFT ends when the first token exists, not when it is requested. So is each step's."""
     engine, samples = Lagging(), Samples()
     monkeypatch.setattr(clock, "synchronize", engine.synchronize)
@@ -145,7 +146,7 @@ def test_work_counts_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     loop.end()
 
 
-def test_a_gpu_is_waited_for_on_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_waited_for_on_the_stream_that_computes(monkeypatch: Patch) -> None:
     waits: list[torch.device] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append(torch.device("cuda", 1)))
     monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): stream}.__getitem__)
@@ -188,7 +189,7 @@ def test_repeats_stop_when_enough() -> None:
     assert engine.calls.count("timeline") == len(samples.timeline) == 1
 
 
-def test_a_wrong_timeline_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_timeline_is_not_kept(monkeypatch: Patch) -> None:
     engine, samples = Metronome(), Samples()
     for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):
         monkeypatch.setattr(engine, "timeline", lambda _tokens, nonsense=nonsense: nonsense)

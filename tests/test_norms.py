@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests import Checkpoints, Patch
 from tests.test_graphs import Rerun, status
 from tests.test_parity import check, load
 from zinfer.engine.stream import graphs
@@ -21,7 +22,6 @@ from zinfer.engine.stream.layer_graphs import DIFFERS
 from zinfer.engine.stream.norms import Norms, replaced
 
 CPU = torch.device("cpu")
-Checkpoints = Callable[..., Path]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Norms of two layers, and the last one. Gemma's are multiplied by 1 + weight, BLOOM's subtract the mean.
 KINDS: dict[str, int] = {"llama": 5, "mixtral": 5, "qwen3": 9, "gpt_oss": 5, "gemma": 0, "bloom": 0}
@@ -108,7 +108,7 @@ def replace_norms(function: Callable[[Tensor], Tensor] | None, self: Any, _devic
 
 @pytest.mark.parametrize("way", ["differs", "fails"])
 def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
-    way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     recorder = Rerun()
     monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
@@ -121,7 +121,7 @@ def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
 
     monkeypatch.setattr(graphs.Graphs, "_find_kernels", lambda *args: replace_norms(wrong, *args))
     directory = checkpoint("llama")
-    engine = load("stream", directory, "none", tmp_path)
+    engine = load("stream", directory, "none")
     for _ in range(3):
         check(engine, directory, "none")
     assert status(engine) == "on"
@@ -130,14 +130,12 @@ def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
     assert recorder.replayed > 0
 
 
-def test_a_pass_that_goes_wrong_without_them_too_leaves_them_on(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_goes_wrong_without_them_too_leaves_them_on(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     recorder = Rerun()
     recorder.off = 1.0
     monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
     monkeypatch.setattr(graphs.Graphs, "_find_kernels", lambda *args: replace_norms(None, *args))
-    engine = load("stream", checkpoint("llama"), "none", tmp_path)
+    engine = load("stream", checkpoint("llama"), "none")
     for _ in range(3):
         check(engine, checkpoint("llama"), "none")
     assert status(engine) == DIFFERS

@@ -22,15 +22,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import PATIENCE_S, environment, quantized
+from tests import PATIENCE_S, Patch, environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.command import probed, zinfer
 from tests.grid import covering
-from tests.test_parity import BATCHES, MACHINE, greedy, load
+from tests.test_parity import BATCHES, greedy, load, plan_of
 from tests.test_ring import Answer, Bench, FakeQueues
 from zinfer.analysis.timeline import length_ms, share, waits
 from zinfer.checkpoint.headers import CheckpointError
-from zinfer.checkpoint.resolve import from_directory, resolve
+from zinfer.checkpoint.resolve import resolve
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, LoadFormat, Offload, Workload
 from zinfer.core.engine import OptionError, resolve_options
@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
 
@@ -176,15 +176,11 @@ def plan(
     folder: Path, drive: Path, on_gpu: str | None = None, offload: Offload = "nvme",
     load_format: LoadFormat = "safetensors", **options: Any,
 ) -> Plan:  # fmt: skip
-    case = Case(
-        model=str(folder), engine="stream", offload=offload, dtype="bfloat16", load_format=load_format,
-        workload=Workload(batch_size=2, input_len=4, output_len=3), gpu_weights=on_gpu,
-        options=tuple(sorted(options.items())),
-    )  # fmt: skip
-    return make_plan(case, from_directory(folder).with_dtype("bfloat16"), MACHINE, str(drive))
+    return plan_of(folder, "stream", offload, drive, "bfloat16", sizes=(2, 4, 3), load_format=load_format,
+                   gpu_weights=on_gpu, **options)  # fmt: skip
 
 
-def reads(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Any], int]) -> None:
+def reads(monkeypatch: Patch, instead: Callable[[Any], int]) -> None:
     """Have `instead` read layers from now on; it gets the memory to fill."""
     real = os.preadv
 
@@ -223,7 +219,7 @@ def fault_of(run: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_a_fault_of_a_disk_is_one_line_and_never_text(
-    fault: str, models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, models: Callable[[str], Path], drive: Path, monkeypatch: Patch
 ) -> None:
     instead, message = FAULTS[fault]
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
@@ -277,7 +273,7 @@ def test_damaged_packed_layers_are_refused(damage: str, models: Callable[[str], 
 
 
 def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
-    models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path], drive: Path, monkeypatch: Patch
 ) -> None:
     real, written = os.pwrite, [0]
 
@@ -296,7 +292,7 @@ def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
 
 
 def test_a_file_system_without_direct_reads_is_read_all_the_same(
-    models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path], drive: Path, monkeypatch: Patch
 ) -> None:
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
     expected = greedy(engine, (4, 3))
@@ -411,7 +407,7 @@ def test_stripes_are_the_bytes_that_were_written(
 
 
 def test_layers_lie_on_several_drives(
-    models: Callable[[str], Path], drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path], drive: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(direct, "REQUEST", 4 * PAGE)
     (other := tmp_path / "other").mkdir()
@@ -562,7 +558,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         bench.close()
 
 
-def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, monkeypatch: Patch) -> None:
     """Reads of a real file, of 20 ms each: the link waits for them, and layers of host memory are not among them."""
     real = os.preadv
 

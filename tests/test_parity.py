@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests import Checkpoints
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from tests.grid import covering
 from tests.running import decode, prefill
 from tools.steered import steered
 from zinfer import engine
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Offload, Workload
+from zinfer.core.case import Case, LoadFormat, Offload, Option, Workload
 from zinfer.core.engine import draft_model
 from zinfer.core.machine import Machine
 from zinfer.core.model import Dtype
@@ -65,38 +66,37 @@ def plan_of(
     offload: Offload = "cpu",
     nvme_path: Path | None = None,
     dtype: Dtype = "float32",
+    *,
     sizes: tuple[int, int, int] = (3, 9, OUTPUT_LEN),
+    machine: Machine = MACHINE,
+    load_format: LoadFormat = "safetensors",
     gpu_weights: str | None = None,
-    **options: Any,
+    **options: Option,
 ) -> Plan:
-    """Return the plan of the checkpoint in `directory` for the engine `name`; `sizes` are those of its load."""
-    batch_size, input_len, output_len = sizes
+    """Plan a load of the checkpoint in `directory`; `sizes` are rows, prompt tokens and output tokens."""
     case = Case(
-        model=str(directory), engine=name, offload=offload, dtype=dtype, load_format="safetensors",
-        workload=Workload(batch_size=batch_size, input_len=input_len, output_len=output_len), gpu_weights=gpu_weights,
+        model=str(directory), engine=name, offload=offload, dtype=dtype, load_format=load_format,
+        workload=Workload(batch_size=sizes[0], input_len=sizes[1], output_len=sizes[2]), gpu_weights=gpu_weights,
         options=tuple(sorted(options.items())),
     )  # fmt: skip
     spec = resolve.from_directory(directory).with_dtype(dtype)
     if (draft := draft_model(name, case.options)) is not None:
         spec = spec.model_copy(update={"draft": resolve.from_directory(Path(draft)).with_dtype(dtype)})
-    return make_plan(case, spec, MACHINE, str(nvme_path) if nvme_path else None)
+    return make_plan(case, spec, machine, None if nvme_path is None else str(nvme_path))
 
 
 def load(
-    name: str,
-    directory: Path,
-    offload: Offload,
-    nvme_path: Path,
-    dtype: Dtype = "float32",
-    *,
-    device_rows: int | None = None,
-    tokens: int | None = None,
-    gpu_weights: str | None = None,
-    **options: Any,
+    name: str, directory: Path, *place: Any, device_rows: int | None = None, tokens: int | None = None, **options: Any
 ) -> Engine:
-    """Load the checkpoint in `directory` into the engine `name`; `device_rows` and `tokens` as in `steered`."""
-    plan = plan_of(directory, name, offload, nvme_path, dtype, gpu_weights=gpu_weights, **options)
+    """Load what `plan_of` plans; `device_rows` and `tokens` as in `steered`."""
+    plan = plan_of(directory, name, *place, **options)
     return base.load(engine.kind(name).target).start(steered(plan, device_rows, tokens))
+
+
+def check_tokens(loaded: Engine, directory: Path, tokens: Callable[..., Tensor] | None = None) -> None:
+    """Compare the greedy tokens of two batches with the reference."""
+    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
+        assert torch.equal((tokens or greedy)(loaded, lengths), expected)
 
 
 def greedy(loaded: Engine, lengths: tuple[int, ...], count: int = OUTPUT_LEN) -> Tensor:
@@ -124,7 +124,7 @@ def check(loaded: Engine, directory: Path, offload: Offload) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_reference_is_worth_comparing_with(architecture: str, checkpoint: Callable[..., Path]) -> None:
+def test_reference_is_worth_comparing_with(architecture: str, checkpoint: Checkpoints) -> None:
     for output in reference(checkpoint(architecture)):
         assert len(output.unique()) >= 6
         assert len({tuple(row.tolist()) for row in output}) == len(output)
@@ -132,7 +132,7 @@ def test_reference_is_worth_comparing_with(architecture: str, checkpoint: Callab
 
 @pytest.mark.parametrize(("compared", "architecture"), covering([*COMPARED], [*ARCHITECTURES]))
 def test_greedy_tokens_are_those_of_transformers(
-    compared: tuple[str, Offload], architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
+    compared: tuple[str, Offload], architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     name, offload = compared
     directory = checkpoint(architecture)
@@ -146,10 +146,8 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("tokens", [1, 18])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_a_batch_is_prefilled_a_few_rows_at_a_time(
-    architecture: str, tokens: int, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    loaded = load("stream", checkpoint(architecture), "cpu", tmp_path, tokens=tokens)
+def test_a_batch_is_prefilled_a_few_rows_at_a_time(architecture: str, tokens: int, checkpoint: Checkpoints) -> None:
+    loaded = load("stream", checkpoint(architecture), "cpu", tokens=tokens)
     try:
         check(loaded, checkpoint(architecture), "cpu")
     finally:
@@ -158,15 +156,14 @@ def test_a_batch_is_prefilled_a_few_rows_at_a_time(
 
 @pytest.mark.slow  # it compiles DeepSpeed's file I/O first
 @pytest.mark.parametrize("architecture", ["bloom", "mixtral"])
-def test_deepspeed_from_files(architecture: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_deepspeed_from_files(architecture: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("async_io cannot be built here: libaio-dev is missing")
     directory = checkpoint(architecture, hidden_size=512)  # smaller tensors stay in host memory
     loaded = load("deepspeed", directory, "nvme", tmp_path)
-    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
-        assert torch.equal(greedy(loaded, lengths), expected)
+    check_tokens(loaded, directory)
     effective = loaded.effective()
     loaded.close()
     assert 0 < effective.nvme_weight_bytes <= effective.streamed_bytes_per_step

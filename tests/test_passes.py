@@ -1,7 +1,6 @@
 """One verb: prompts in chunks, decode steps, drafts verified and forgotten, rows that leave, in any mixture of works in
 one pass, give the logits that each sequence has alone."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.test_parity import load, prompts
@@ -23,8 +22,6 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import Placer
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 WAYS: dict[str, tuple[str, Offload, dict[str, Any]]] = {
     "none": ("stream", "none", {}),
@@ -123,10 +120,10 @@ def test_windows_see_the_same_in_chunks(
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
+def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds) -> None:
     """Chunks of prompts are refused for models with states. The states would differ from the whole prompt's. Steps
     share a pass."""
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     token_ids, mask = sequences((13, 5, 9), 4, 3)
     expected = alone(engine, token_ids, mask)
     batch = engine.admit(mask, token_ids.shape[1])
@@ -207,8 +204,8 @@ def test_rows_that_leave_do_not_disturb_the_others(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
-def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
-    engine = load("stream", kind(name), "cpu", tmp_path)
+def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds) -> None:
+    engine = load("stream", kind(name), "cpu")
     token_ids, mask = sequences((13, 5, 9), 4, 3)
     expected = alone(engine, token_ids, mask)
     batch, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
@@ -217,9 +214,9 @@ def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds, tmp_
         assert close(passes.decode(engine, batch, token_ids[[0, 2], step]), expected[step - 12][[0, 2]])
 
 
-def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints) -> None:
     for offload in ("none", "cpu"):
-        engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_cache_dtype="int8", kv_offload=offload)
+        engine = load("stream", checkpoint("llama"), "cpu", kv_cache_dtype="int8", kv_offload=offload)
         token_ids, mask = sequences(FIRST, 4, 3)
         expected = alone(engine, token_ids, mask)
         batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
@@ -247,9 +244,9 @@ def test_works_share_a_pass_of_the_weights(way: str, checkpoint: Checkpoints, tm
     assert engine._ring.bytes_copied - before == 2 * whole
 
 
-def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoints) -> None:
     """A running micro-batch keeps its host memory. It is the next one's when the batch is retired."""
-    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+    engine: Any = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention="cpu")
     token_ids, mask = sequences(FIRST, 4, 1)
     old, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     two, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
@@ -267,8 +264,8 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     assert pool.unused == pool.size == size
 
 
-def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     token_ids, mask = sequences(FIRST, 4, 1)
     batch = engine.admit(mask, 13)
     for works, error, message in (
@@ -290,8 +287,8 @@ def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: 
         engine.forward([Work(batch, token_ids[:, :3])])
 
 
-def test_a_second_rollback_frees_the_gaps_of_the_first(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_a_second_rollback_frees_the_gaps_of_the_first(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     token_ids, mask = sequences(FIRST, 12, 1)
     expected = alone(engine, token_ids, mask)
     batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 20)

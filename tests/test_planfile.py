@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests import wait
+from tests import Checkpoints, Patch, wait
 from tests.command import interrupted, small_files, started, zinfer
 from tests.inline import MACHINE
 from zinfer.checkpoint.resolve import resolve
@@ -25,7 +25,6 @@ from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
 from zinfer.system import atomic
 from zinfer.worker.inline import InlineWorker
 
-Checkpoints = Callable[..., Path]
 BUILD = ("pack", "--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "16")
 
 
@@ -35,7 +34,7 @@ def library() -> Library:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -142,7 +141,7 @@ def test_a_cancelled_build_leaves_nothing(
 
 
 def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
-    folder: Path, library: Library, spec: ModelSpec, key: PlanKey, monkeypatch: pytest.MonkeyPatch
+    folder: Path, library: Library, spec: ModelSpec, key: PlanKey, monkeypatch: Patch
 ) -> None:
     with pytest.raises(EngineError, match=r"of host memory; this machine has 1\.0 GB"):
         build(library, key, spec, PLANS / "x.plan", host_bytes=1_000_000_000)
@@ -164,7 +163,7 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> N
     assert list((folder / PLANS).iterdir()) == []
 
 
-def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: Patch) -> None:
     words = (*BUILD, "-m", str(spec.directory), "--dtype", "bf16")
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr

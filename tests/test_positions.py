@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import Patch
 from tests.test_continuous import LOAD, Words, alike, begin, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
@@ -35,8 +36,8 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
 
 @pytest.mark.parametrize("name", ["stream", "accelerate", "deepspeed"])
 @pytest.mark.parametrize("type_name", ["bart", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
-def test_padding_that_would_change_the_text_is_refused(name: str, type_name: str, kind: Kinds, tmp_path: Path) -> None:
-    engine = load(name, kind(type_name), "cpu", tmp_path)
+def test_padding_that_would_change_the_text_is_refused(name: str, type_name: str, kind: Kinds) -> None:
+    engine = load(name, kind(type_name), "cpu")
     for why_not in (engine.cannot_chunk(), engine.cannot_draft(), engine.cannot_move_rows()):
         assert why_not is not None
     with pytest.raises(EngineError, match="knows no padding: its prompts must be of one length in a batch"):
@@ -45,11 +46,9 @@ def test_padding_that_would_change_the_text_is_refused(name: str, type_name: str
 
 
 @pytest.mark.parametrize("name", ["bart", "deepseek_v32", pytest.param("mpt", marks=pytest.mark.slow)])
-def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
-    name: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_any_lengths_have_the_tokens_of_each_alone(name: str, kind: Kinds, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     running = begin(engine)
     rows = sequences(9, 4, longest=6)
     limits = [row.left for row in rows]
@@ -66,10 +65,10 @@ WHY = {
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in WHY)])
 def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
-    name: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: Kinds, monkeypatch: Patch
 ) -> None:
     small(monkeypatch)
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     assert WHY.get(name, "window of 8 tokens") in str(engine.equal_lengths())
     plain, rows = alike(6, 5, 14), alike(6, 5, 14)
     expected = answers(engine, rows)
@@ -83,8 +82,8 @@ def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
     check_answers(done, expected)
 
 
-def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds, tmp_path: Path) -> None:
-    engine = load("stream", kind("gemma2"), "cpu", tmp_path)
+def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds) -> None:
+    engine = load("stream", kind("gemma2"), "cpu")
     tokens = torch.randint(20, 90, (2, 6))
     batch = engine.admit(torch.ones_like(tokens), 12)
     engine.forward([Work(batch, tokens)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests import invoke
+from tests import Patch, invoke
 from zinfer.commands.out import write
 from zinfer.commands.probe import command
 from zinfer.core.machine import Machine, MachineError
@@ -24,12 +24,12 @@ H100 = {"name": "NVIDIA H100 80GB HBM3"}
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: Patch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.fixture
-def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+def swift(monkeypatch: Patch, no_gpu: None) -> None:
     """Let the CPU's rates be given: the probe takes no time."""
     monkeypatch.setattr(probe, "MIB", 1 << 20)
     monkeypatch.setattr(probe, "WARM_UP_S", 0.0)
@@ -39,7 +39,7 @@ def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 
 @pytest.mark.torch
-def test_quick_probe_of_this_machine(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_probe_of_this_machine(no_gpu: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "WARM_UP_S", 0.01)
     monkeypatch.setattr(probe, "BUDGET_S", 0.1)
     machine = probe.probe(quick=True)
@@ -69,7 +69,7 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
 
 
 @pytest.mark.torch
-def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_attends_to_more_than_its_caches_hold(swift: None, monkeypatch: Patch) -> None:
     sizes: list[int] = []
 
     def attention(size: int, repeats: int, sharing: Any) -> list[float]:
@@ -98,7 +98,7 @@ def flags_of(memory: memoryview) -> list[str]:
 
 
 @pytest.mark.torch
-def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(probe, "BUDGET_S", 0.05)
     requests, real = dict[int, set[str]](), os.preadv
 
@@ -120,7 +120,7 @@ def test_disk_is_read_and_left_as_it_was(swift: None, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.torch
-def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_direct_io_is_noted(swift: None, tmp_path: Path, monkeypatch: Patch) -> None:
     real = os.open
 
     def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
@@ -146,7 +146,7 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: Patch) -> None:
     seconds, copies = iter([0.0, 0.1, 0.4, 0.6]), list[int]()
     monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
     monkeypatch.setattr(probe, "perf_counter", lambda: next(seconds))
@@ -171,7 +171,7 @@ def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.Mo
         ([], "aarch64", "cpu-aarch64-2-cores"),
     ],
 )
-def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "cpu_model", lambda: cpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert host.name_of(devices) == name
@@ -210,7 +210,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.mark.parametrize(
     ("visible", "handles"), [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("-1", [])]
 )
-def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: Patch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -237,7 +237,7 @@ class CountedNvml(FakeNvml):
         return "580.1"
 
 
-def test_nvml_is_closed_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_is_closed_after_use(monkeypatch: Patch) -> None:
     """A process forked with NVML open reads no driver. Its results would have other settings."""
     nvml = CountedNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -289,7 +289,7 @@ def test_cpus_of_a_container(
 
 
 @pytest.mark.torch
-def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 0, result.output
@@ -312,7 +312,7 @@ def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatc
     ],
 )
 def test_figures_of_another_host_are_left_to_it(
-    changes: dict[str, object], same: bool, swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], same: bool, swift: None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Both hosts have the same GPU; the figures under its name came with the repository, for example."""
     monkeypatch.chdir(tmp_path)
@@ -331,7 +331,7 @@ def test_figures_of_another_host_are_left_to_it(
     assert (path.read_text() == before) is not same
 
 
-def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monkeypatch: Patch) -> None:
     """All of them had 0 GiB; a few MiB more or less, as after another boot, make no other machine."""
     monkeypatch.chdir(tmp_path)
     names = []
@@ -349,7 +349,7 @@ def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monk
 
 @pytest.mark.parametrize("recorded", [1 << 50, None])
 def test_no_more_memory_is_planned_than_the_limit_in_force(
-    recorded: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: int | None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The control group's limit fell, or the record came from elsewhere."""
     monkeypatch.chdir(tmp_path)
@@ -391,7 +391,7 @@ def test_probe_of_a_gpu() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("memory", [None, 64 << 20])
 def test_the_probe_takes_a_share_of_the_memory_that_is_left(
-    swift: None, monkeypatch: pytest.MonkeyPatch, memory: int | None
+    swift: None, monkeypatch: Patch, memory: int | None
 ) -> None:
     sizes: list[int] = []
 
@@ -414,9 +414,7 @@ def test_the_probe_takes_a_share_of_the_memory_that_is_left(
     assert 0 < max(sizes) <= 100 << 20
 
 
-def test_a_probe_that_is_killed_for_memory_says_how_to_do_with_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_is_killed_for_memory_says_how_to_do_with_less(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "PROBE", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
     with pytest.raises(MachineError, match="zinfer probe --quick --memory 64MiB") as caught:
@@ -425,9 +423,7 @@ def test_a_probe_that_is_killed_for_memory_says_how_to_do_with_less(
 
 
 @pytest.mark.torch
-def test_a_probe_under_load_does_not_replace_a_quieter_one(
-    swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_under_load_does_not_replace_a_quieter_one(swift: None, tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "machine.json"
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
 
@@ -449,7 +445,7 @@ def test_a_probe_under_load_does_not_replace_a_quieter_one(
     assert probed(0.9)[::2] == (0, 0.9)
 
 
-def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
     result = CliRunner().invoke(command, ["--nvme-path", str(tmp_path), "-o", str(tmp_path / "m.json")])
     assert isinstance(result.exception, MachineError)
@@ -457,7 +453,7 @@ def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest
     assert "too little to measure with" in str(result.exception)
 
 
-def test_a_machine_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_be_written_is_one_line(monkeypatch: Patch) -> None:
     machine = Machine(name="x", source="measured")
     monkeypatch.setattr(probe, "probe", lambda *_given: machine)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, CompressedTensorsConfig
 
-from tests import quantized
+from tests import Patch, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.running import prefill
 from tests.test_architecture import GEMMA, VISION
@@ -62,7 +62,7 @@ def library(weight: Tensor, scheme: Scheme, size: int) -> tuple[dict[str, Tensor
     ("scheme", "columns"), [("int4", 256), ("int4", 192), ("int4", 48), ("int8", 100), ("fp8", 100)]
 )
 def test_parts_are_those_of_compressed_tensors(
-    scheme: Scheme, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, columns: int, dtype: torch.dtype, monkeypatch: Patch
 ) -> None:
     pytest.importorskip("compressed_tensors")
     monkeypatch.setattr(quantizers, "VALUES_AT_ONCE", 5 * columns)  # the last rows are fewer
@@ -148,7 +148,7 @@ def logits(model: Any) -> Tensor:
     ],
 )
 def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
-    architecture: str, scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, scheme: Scheme, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     pytest.importorskip("compressed_tensors")
     monkeypatch.setattr(copies, "SHARD_BYTES", 60_000)
@@ -166,7 +166,7 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
         assert torch.equal(tensor, expected[name]), name
     if architecture != "mixtral":  # its experts are one tensor in transformers, which dequantises them if it is told to
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    engine = load("stream", folder, "cpu", tmp_path, dtype="bfloat16")
+    engine = load("stream", folder, "cpu", dtype="bfloat16")
     token_ids, mask = prompts(LENGTHS)
     actual = prefill(engine, token_ids, mask, reserve=1)
     engine.close()
@@ -183,9 +183,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(tmp_path: Path, monkeypatch: Patch) -> None:
     source, folder = tiny(tmp_path / "m"), tmp_path / "copy"
     monkeypatch.setattr(copies, "SHARD_BYTES", 60_000)
     assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
@@ -258,7 +256,7 @@ def test_what_cannot_be_quantised_is_refused_in_a_line(make: Any, says: str, tmp
     assert not (tmp_path / "copy").exists() or not contents(tmp_path / "copy")
 
 
-def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: Patch) -> None:
     source, other = tiny(tmp_path / "m"), tmp_path / "other"
     before = contents(source)
     other.mkdir()
@@ -274,7 +272,7 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: p
     assert "free, and" in output_of(pack("-m", source, "--weights", "int8", "-o", tmp_path / "copy"))
 
 
-def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: Patch) -> None:
     """One command makes the copies and measures their loss."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)

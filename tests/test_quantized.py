@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 from transformers.integrations import finegrained_fp8
 
-from tests import quantized
+from tests import Patch, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.interpreter import interpreted
 from tests.test_parity import MACHINE, greedy
@@ -175,9 +175,7 @@ LIBRARIES: dict[str, Any] = {  # configurations with which transformers dequanti
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_weights_are_those_of_transformers(
-    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_those_of_transformers(name: str, made: Callable[[str], Path], monkeypatch: Patch) -> None:
     if name == "fp4 of experts" and not hasattr(finegrained_fp8.Fp8Dequantize, "_unpack_fp4"):
         pytest.skip("this version of transformers does not read FP4")
     monkeypatch.setattr(values, "VALUES_AT_ONCE", 3000)  # several steps
@@ -216,7 +214,7 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "fp8", "int4 groups", "nvfp4", "gptq in order"])
 def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
-    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, made: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
     """Joined rows are unpacked to the same weights; FP8 ones are coded."""
     monkeypatch.setattr(lossless, "MIN_NUMEL", 0)

@@ -1,6 +1,6 @@
 """Ragged decode steps: rows of several micro-batches in one forward pass get the logits that each gets alone."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests import test_cache_kinds as kinds
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
@@ -18,8 +18,6 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import attention
 from zinfer.engine.stream.kv import cpu_kernel
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 LENGTHS = ((5, 3), (9, 9), (12,), (1, 7, 4))  # of the prompts of each micro-batch: with padding, and without
 
@@ -85,7 +83,7 @@ def test_rows_of_all_micro_batches_share_a_pass(
 
 @pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_rest(
-    name: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    name: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """The second micro-batch has one device row and one host row. The rows that the CPU attends to share another
     pass."""
@@ -98,7 +96,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
 
     monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", counted)
     keep_here(monkeypatch, 3)
-    engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+    engine = load("stream", checkpoint(name), "cpu", kv_offload="auto", kv_attention="cpu")
     host_rows = [batch.host_rows for batch, *_ in batches(engine)]
     engine.clear()
     assert host_rows == [0, 1, 1, 3]
@@ -116,21 +114,21 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     ],
 )
 def test_layers_of_other_kinds_join_or_not(
-    name: str, joins: bool | None, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
+    name: str, joins: bool | None, kind: kinds.Kinds, monkeypatch: Patch
 ) -> None:
     """Windows move while rows decode; layers that have more than keys and values, or a mask of their own, do not
     join. DeepSeek-V3 stores what keys and values are made of, in late versions of `transformers`."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     check(engine, joins=joins)
 
 
 @pytest.mark.parametrize("change", ["keys", "mask", "option", "skips"])
 def test_a_model_that_attends_in_its_own_way_is_found_out(
-    change: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    change: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Its rows are recomputed per micro-batch, and never batched together again."""
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     real = attention.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -151,10 +149,10 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
 
 @pytest.mark.parametrize("change", ["keys", "option", "skips"])
 def test_host_rows_that_the_cpu_cannot_attend_to_are_refused(
-    change: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    change: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """A chunk of a prompt whose first part is in host memory: there is no other way to compute it."""
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+    engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention="cpu")
     real = attention.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:

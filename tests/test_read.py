@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests import PATIENCE_S
+from tests import PATIENCE_S, Checkpoints, Patch
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.engine import read
@@ -58,9 +58,7 @@ def same(first: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, 16 << 20])
-def test_every_tensor_arrives(
-    readers: Readers, chunk: int, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tensor_arrives(readers: Readers, chunk: int, opened: Checkpoint, monkeypatch: Patch) -> None:
     groups = GROUPS if chunk > 1 else GROUPS[1:2]
     monkeypatch.setattr(read, "CHUNK", chunk)
     arrived: dict[str, Tensor] = {}
@@ -72,7 +70,7 @@ def test_every_tensor_arrives(
     assert list(read_groups(opened, [])) == []
 
 
-def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatch: Patch) -> None:
     real, done = read._read, threading.Semaphore(0)
 
     def tell(*args: Any) -> None:
@@ -92,9 +90,7 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
         assert all(same(tensor, TENSORS[name]) for name, tensor in tensors.items()), "a loan was overwritten"
 
 
-def test_who_stops_early_leaves_no_thread(
-    readers: Readers, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_stops_early_leaves_no_thread(readers: Readers, opened: Checkpoint, monkeypatch: Patch) -> None:
     real, count = read._read, []
 
     def slowly(*args: Any) -> None:
@@ -113,9 +109,7 @@ def test_who_stops_early_leaves_no_thread(
     assert len(count) < 100, "reads that nobody waits for are given up"
 
 
-def test_weights_that_are_not_taken_to_the_end_leave_no_thread(
-    readers: Readers, checkpoint: Callable[..., Path]
-) -> None:
+def test_weights_that_are_not_taken_to_the_end_leave_no_thread(readers: Readers, checkpoint: Checkpoints) -> None:
     spec = resolve.from_directory(checkpoint("llama"))
     source = ModelState(spec, "safetensors").load(torch.device("cpu"))
     assert next(source)
@@ -133,9 +127,7 @@ def test_a_file_that_shrinks_meanwhile_is_named(readers: Readers, opened: Checkp
     assert readers() == []
 
 
-def test_a_disk_that_fails_is_an_error_of_the_reader(
-    readers: Readers, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_is_an_error_of_the_reader(readers: Readers, opened: Checkpoint, monkeypatch: Patch) -> None:
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -145,7 +137,7 @@ def test_a_disk_that_fails_is_an_error_of_the_reader(
     assert readers() == []
 
 
-def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: Patch) -> None:
     monkeypatch.setattr(read, "available_bytes", lambda: 1000)
     monkeypatch.setattr(read, "PinnedArena", None)
     for source in (read_groups, map_groups):
@@ -168,7 +160,7 @@ def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, op
         next(read_groups(spoilt, GROUPS))
 
 
-def test_the_revision_changes_with_any_matrix(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_revision_changes_with_any_matrix(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """The last tensor, an untrained norm, stays as it is."""
     directory = checkpoint("llama")
     other = tmp_path / directory.name

@@ -1,13 +1,12 @@
 """Rows that move between micro-batches go on as if alone. Their keys and values may lie anywhere."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.test_parity import load
@@ -16,8 +15,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
 EIGHT_BITS = {
     "int8": ("stream", "none", {"kv_cache_dtype": "int8"}),
@@ -111,11 +108,9 @@ def test_rows_are_merged_split_and_compacted(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in kinds.ALIKE)) for name in kinds.KINDS]
 )
-def test_every_kind_of_layer_moves_or_says_why_not(
-    name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_every_kind_of_layer_moves_or_says_why_not(name: str, kind: kinds.Kinds, monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
-    engine = load("stream", kind(name), "cpu", tmp_path)
+    engine = load("stream", kind(name), "cpu")
     why_not = engine.cannot_move_rows()
     if why_not is not None:
         cache = None if engine._own_cache else make_cache(engine.model.config, 1, 1)  # type: ignore[attr-defined]
@@ -158,8 +153,8 @@ def test_forgotten_positions_are_left_behind(
     rows.step({moved: ["a0"], short: ["a1", "a2"]})
 
 
-def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu")
     rows = Rows(engine)
     batch = rows.begin("a", FIRST, 1, 0, 4)
     refused: list[list[tuple[MicroBatch, list[int]]]] = [

@@ -47,8 +47,8 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
-def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load(name, checkpoint("llama"), "cpu", tmp_path)
+def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints) -> None:
+    engine = load(name, checkpoint("llama"), "cpu")
     beats: list[float] = []
     worker = InlineWorker.around(engine, on_progress=lambda _what, share: beats.append(share))
     request = PrefixReuse(context=40, new_tokens=8, repeats=2)
@@ -62,8 +62,8 @@ def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_p
     assert beats[-1] == 1
 
 
-def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
+def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints) -> None:
+    engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu")
     with pytest.raises(TaskFailed, match="kv_offload=cpu is not kept") as failed:
         InlineWorker.around(engine).ask(PrefixReuse(context=40, new_tokens=8, repeats=1))
     assert failed.value.status == "unsupported"

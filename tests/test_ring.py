@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests import Patch
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.weights import chunk as chunk_module
@@ -173,7 +174,7 @@ class Bench:
         sizes: Sequence[int],
         depth: int,
         queues: FakeQueues,
-        monkeypatch: pytest.MonkeyPatch,
+        monkeypatch: Patch,
         ring: Callable[..., PrefetchRing] = in_memory,
     ) -> None:
         self.queues = queues
@@ -244,7 +245,7 @@ class Bench:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: Patch) -> None:
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 512)
 
 
@@ -277,15 +278,13 @@ def test_no_buffer_is_read_early_or_overwritten_late(
 @pytest.mark.parametrize(
     ("skipped_wait", "message"), [("compute", "before its content"), ("copy", "overwritten before")]
 )
-def test_the_clocks_see_a_wait_that_is_missing(
-    skipped_wait: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, monkeypatch: Patch) -> None:
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(skip_waits=skipped_wait), monkeypatch)
     with pytest.raises(Race, match=message):
         bench.run_pass()
 
 
-def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: Patch) -> None:
     deaf = Bench([512, 512], 3, FakeQueues(skip_waits="second"), monkeypatch)
     with pytest.raises(Race, match="before its content"):
         deaf.run_pass(1, (), 1)
@@ -297,7 +296,7 @@ def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: p
 
 
 @pytest.mark.parametrize("filling", ["compute", "second"])
-def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, monkeypatch: Patch) -> None:
     """A call in the second queue pauses; calls in the first one come before it goes on."""
     queues = FakeQueues()
     bench = Bench([512, 512], 3, queues, monkeypatch)
@@ -323,14 +322,14 @@ def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, m
     bench.close()
 
 
-def test_a_layer_is_unpacked_in_the_first_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_unpacked_in_the_first_queue(monkeypatch: Patch) -> None:
     bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
     bench.brings = False
     with pytest.raises(RuntimeError, match="must come in the first queue"):
         bench.run_pass(1, (), 1)
 
 
-def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_given_back_too_early_is_seen(monkeypatch: Patch) -> None:
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(), monkeypatch)
     receive = PrefetchRing._receive
 
@@ -345,7 +344,7 @@ def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) 
         bench.run_pass()
 
 
-def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: Patch) -> None:
     begun: list[int] = []
     begin = PrefetchRing._begin
 
@@ -369,7 +368,7 @@ def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
     bench.close()
 
 
-def test_a_pass_that_fails_leaves_a_ring_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_leaves_a_ring_that_begins_anew(monkeypatch: Patch) -> None:
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
     with pytest.raises(MemoryError), bench.ring.weight_pass():  # noqa: PT012
         bench.layers[0]()

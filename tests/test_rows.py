@@ -3,7 +3,7 @@ it."""
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import Checkpoints, Patch
 from tests.test_parity import MACHINE, plan_of
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Workload
@@ -96,7 +97,7 @@ def answers(
     "architecture", ["llama", "bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "mixtral"))]
 )
 def test_greedy_answers_are_those_of_each_prompt_alone(
-    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Rows of all lengths share room for few tokens. They come to the worker one after the other, three at a time, up
     to the last position of the model."""
@@ -134,7 +135,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
         }
 
 
-def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Checkpoints, tmp_path: Path) -> None:
     bodies = [{"prompt": "ab" * size, "max_tokens": 12, "temperature": 1, "top_p": 0.9} for size in range(1, 6)]
     requests = [request(str(key), body) for key, body in enumerate(bodies)]
     alike = [request(name, bodies[0] | {"seed": 5}) for name in ("x", "y")]
@@ -147,7 +148,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     assert len({body["choices"][0]["text"] for body in mixed.values()}) == 6
 
 
-def test_penalties_of_a_line_are_its_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_penalties_of_a_line_are_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
     fields: list[dict[str, Any]] = [
         {}, {"repetition_penalty": 0.5}, {"presence_penalty": -2, "frequency_penalty": -1}, {"logit_bias": {"70": 100}},
         {"temperature": 1, "top_k": 2, "min_p": 0.1}, {},
@@ -169,7 +170,7 @@ def test_penalties_of_a_line_are_its_own(checkpoint: Callable[..., Path], tmp_pa
     assert (fault.code, fault.message[:39]) == ("invalid_value", "stop_token_ids has token 10000: ids are")
 
 
-def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_row_ends_before_its_stop(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory, body = checkpoint("llama"), {"prompt": "Once upon", "max_tokens": 20, "temperature": 0}
     free, _ = answers(directory, tmp_path / "a.jsonl", [request("free", body)])
     text = free["free"]["choices"][0]["text"]
@@ -188,7 +189,7 @@ def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: P
 
 
 def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
     step = ContinuousScheduler.step
@@ -213,7 +214,7 @@ def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
     assert all(row.prompt_ids == tokenizer("ab" * (row.key + 1)).input_ids for row in rows)
 
 
-def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path]) -> None:
+def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Checkpoints) -> None:
     class Broken(Stream):
         def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
             (logits,) = super().forward(works)

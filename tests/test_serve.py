@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import Checkpoints, Patch
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE, plan_of
 from tests.test_rows import TEMPLATE
@@ -76,7 +77,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def directory(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -105,7 +106,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: Patch) -> None:
     """Make decisions that are made for thousands of tokens with few."""
     monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, min_prompt_tokens=6, min_kept=2))
     monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
@@ -216,7 +217,7 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
         client.chat.completions.create(model=NAME, messages=bad)
 
 
-def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: Patch) -> None:
     plan = served_plan(directory)
     tokenizer, read = TokenizerProcess(plan.model), list[str]()
     quickly = tokenizer.encode_quickly
@@ -235,7 +236,7 @@ def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("small")
 def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
-    client: openai.OpenAI, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, reference: Reference, monkeypatch: Patch
 ) -> None:
     """Prompts come in chunks, with answers of zero, one and three tokens."""
     monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, scored_logits=128 * 12))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, Checkpoints, Patch, environment
 from tests.command import zinfer
 from tests.inline import SPEC
 from zinfer.core.case import Case, Workload
@@ -91,7 +90,7 @@ def test_a_preset_refuses_what_it_cannot_do() -> None:
     ('command = "x"\ndescription = ""\noffload.gpu = ""', "offload.gpu"),
     ('command = "x"\ndescription = ""', "offload: Field required"),
 ])  # fmt: skip
-def test_a_faulty_preset_is_named(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_preset_is_named(text: str, message: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("engines").mkdir()
     Path("engines/mine.toml").write_text(text)
@@ -183,7 +182,7 @@ def sweep(folder: Path, checkpoint: Path, words: str) -> tuple[Any, subprocess.C
 @pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize("style", ["usage", "ids", "timings", "events"])
-def test_a_server_is_measured(style: str, folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_a_server_is_measured(style: str, folder: Path, checkpoint: Checkpoints) -> None:
     small(folder, style=style)
     words = "--engine small --batch-size 1,3 --input-len 6 --output-len 5 --repeats 2"
     records, ended = sweep(folder, checkpoint("llama"), words)
@@ -202,7 +201,7 @@ def test_a_server_is_measured(style: str, folder: Path, checkpoint: Callable[...
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_a_server_gets_the_loads_that_other_engines_get(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_a_server_gets_the_loads_that_other_engines_get(folder: Path, checkpoint: Checkpoints) -> None:
     small(folder)
     words = "--engine small --request-lengths uniform:6,5 --num-requests 12 --in-flight 3 --request-rate 200,inf"
     records, ended = sweep(folder, checkpoint("llama"), words)
@@ -229,7 +228,7 @@ def test_a_server_gets_the_loads_that_other_engines_get(folder: Path, checkpoint
     ("never", "", "unsupported", "the server was not ready after 1 s (-O ready_s=..)"),
 ])  # fmt: skip
 def test_a_failure_is_that_point_alone(
-    fault: str, style: str, status: str, message: str, folder: Path, checkpoint: Callable[..., Path]
+    fault: str, style: str, status: str, message: str, folder: Path, checkpoint: Checkpoints
 ) -> None:
     small(folder, fault, style)
     small(folder, name="other")
@@ -267,7 +266,7 @@ def small_processes(folder: Path) -> list[psutil.Process]:
 @pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_command_that_ends_leaves_no_server(number: int, folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_a_command_that_ends_leaves_no_server(number: int, folder: Path, checkpoint: Checkpoints) -> None:
     small(folder, fault="slow")
     words = "--engine small --offload none --batch-size 1 --input-len 6 --output-len 40"
     line = [sys.executable, "-m", "zinfer", "sweep", "-m", str(checkpoint("llama")), *words.split()]
@@ -288,7 +287,7 @@ def test_a_command_that_ends_leaves_no_server(number: int, folder: Path, checkpo
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, checkpoint: Checkpoints) -> None:
     port = Port()
     line = [sys.executable, str(ROOT / "tests" / "small_server.py"), str(port.number)]
     process = subprocess.Popen(line, cwd=folder, start_new_session=True)
@@ -309,7 +308,7 @@ def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, che
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_zinfer_serve_is_an_engine_beside_stream(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_zinfer_serve_is_an_engine_beside_stream(folder: Path, checkpoint: Checkpoints) -> None:
     words = "--engine stream,zinfer-serve --batch-size 1,2 --input-len 8 --output-len 4 --repeats 1"
     records, ended = sweep(folder, checkpoint("llama"), words)
     assert ended.returncode == 0, ended.stderr
@@ -320,7 +319,7 @@ def test_zinfer_serve_is_an_engine_beside_stream(folder: Path, checkpoint: Calla
 
 
 @pytest.mark.parametrize("verb", ["run", "serve", "batch", "plan"])
-def test_other_verbs_say_that_a_server_is_measured(verb: str, folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_other_verbs_say_that_a_server_is_measured(verb: str, folder: Path, checkpoint: Checkpoints) -> None:
     more = {"run": ["--prompt", "a"], "batch": ["in.jsonl", "-o", "out.jsonl"]}.get(verb, [])
     (folder / "in.jsonl").write_text("{}\n")
     ended = zinfer(folder, verb, "-m", str(checkpoint("llama")), "--engine", "vllm", *more)

@@ -1,13 +1,13 @@
 """Prefix cache: conversations are kept and found again, with a real engine, within a budget."""
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests import Checkpoints, Patch
 from tests.running import prefill
 from tests.test_parity import load
 from zinfer.engine.base import Engine
@@ -18,7 +18,7 @@ TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     loaded = load("stream", checkpoint("llama"), "none", tmp_path_factory.mktemp("engine"))
     yield loaded
     loaded.close()
@@ -118,7 +118,7 @@ def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(bench
     assert (cache.held, cache.matched(TOKENS)) == (0, 0)
 
 
-def test_host_memory_that_others_need_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_others_need_is_given_back(bench: Bench, monkeypatch: Patch) -> None:
     free = 0
     each = bench.size(1)
     cache = bench.cache(chunk=8, min_free=100)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests import Checkpoints, Patch
 from tests.checkpoints import save_config
-from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
+from tests.test_parity import BATCHES, COMPARED, check_tokens, greedy, load, reference
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import empty_model
 from zinfer.checkpoint.headers import CheckpointError
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def copy(checkpoint: Callable[..., Path], tmp_path: Path) -> ModelSpec:
+def copy(checkpoint: Checkpoints, tmp_path: Path) -> ModelSpec:
     """Copy a llama checkpoint of several shards, which a test may damage; the spec is that of the undamaged one."""
     return resolve.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
 
@@ -78,7 +79,7 @@ def test_a_model_without_a_checkpoint_says_what_to_do() -> None:
         ModelState(spec.slice(1), "safetensors")
 
 
-def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Callable[..., Path]) -> None:
+def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Checkpoints) -> None:
     state = ModelState(resolve.from_directory(checkpoint("llama")), "dummy")
     state.model.config.initializer_range = 0.02
     drawn = {name: tensor.clone() for name, tensor in state.load(CPU)}
@@ -93,7 +94,7 @@ def test_dummy_weights_are_drawn_as_a_fresh_model_is(checkpoint: Callable[..., P
     assert not torch.equal(first, second)
 
 
-def test_tied_weights_stay_tied(checkpoint: Callable[..., Path]) -> None:
+def test_tied_weights_stay_tied(checkpoint: Checkpoints) -> None:
     state = ModelState(resolve.from_directory(checkpoint("qwen2")), "safetensors")
     entry = state.entries["model.embed_tokens.weight"]
     assert set(entry.names) == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -136,11 +137,10 @@ def test_persistent_buffers_keep_the_values_of_their_layers(
     name: str, offload: Offload, glm: Path, tmp_path: Path
 ) -> None:
     loaded: Any = load(name, glm, offload, tmp_path)
-    for lengths, expected in zip(BATCHES, reference(glm), strict=True):
-        assert torch.equal(greedy(loaded, lengths), expected)
+    check_tokens(loaded, glm)
 
 
-def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_layers_hold_persistent_buffers(glm: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     spec = resolve.from_directory(glm).with_dtype("bfloat16")
     packed.write(spec, revision_of(spec, "safetensors"), tmp_path / "packed", CPU)
@@ -162,7 +162,7 @@ def test_layers_without_a_buffer_are_not_those_of_the_model(glm: Path, tmp_path:
     del index["images"][4]["blocks"]["mlp.gate.e_score_correction_bias"]
     (folder / packed.INDEX).write_text(packed._Index.model_validate(index).signed().model_dump_json())
     with pytest.raises(EngineError, match=r"layer 4.* pack it again"):
-        load("stream", glm, "cpu", tmp_path, weight_codec="lossless", packed=str(folder))
+        load("stream", glm, "cpu", weight_codec="lossless", packed=str(folder))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -248,7 +248,7 @@ def test_a_slice_leaves_the_other_layers_alone(copy: ModelSpec) -> None:
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
-    change: float, checkpoint: Callable[..., Path], tmp_path: Path
+    change: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(checkpoint("qwen2"), tmp_path / "qwen2"))
     tensors = stored(directory)
@@ -256,10 +256,9 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
     spec = store(directory, tensors | {"lm_head.weight": head})
     names = set(read(spec))
     assert ("lm_head.weight" in names) == (change != 0)
-    loaded = load("stream", directory, "cpu", tmp_path)
+    loaded = load("stream", directory, "cpu")
     assert torch.equal(loaded.model.get_output_embeddings().weight, head)  # type: ignore[attr-defined]
-    for lengths, expected in zip(BATCHES, reference(directory), strict=True):
-        assert torch.equal(greedy(loaded, lengths), expected)
+    check_tokens(loaded, directory)
 
 
 def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:

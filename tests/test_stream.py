@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import Checkpoints, Patch
 from tests.grid import covering
 from tests.running import prefill
 from tests.test_parity import BATCHES, greedy, load
@@ -56,7 +57,7 @@ _opened = ExitStack()
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small(monkeypatch: Patch) -> Iterator[None]:
     """Code small tensors too, in small chunks. A matrix of a test then has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
@@ -192,7 +193,7 @@ def no_room() -> Tensor:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: Patch) -> None:
     packed_layers = [plain([("weight", torch.empty(64))], 0)]
     arena = PinnedArena(packed_layers[-1].end, pin=False)
     ring = PrefetchRing(MemorySource(arena, packed_layers), 2, CPU, FakeQueues())
@@ -341,7 +342,7 @@ def tokens(loaded: Engine) -> list[Tensor]:
     "architecture", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "llama", "opt"))]
 )
 def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
-    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     directory = checkpoint(architecture, hidden_size=256)
     raw = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="none")
@@ -363,7 +364,7 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     covering([("0%", 0), ("34%", 1), ("67%", 2), ("100%", 3), ("auto", 0)], ["none", "lossless"]),
 )
 def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
-    placed: tuple[str, int], weight_codec: str, checkpoint: Callable[..., Path], tmp_path: Path
+    placed: tuple[str, int], weight_codec: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     share, resident = placed
     directory = checkpoint("llama", hidden_size=256)
@@ -391,7 +392,7 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
 
 @pytest.mark.parametrize("share", ["0%", "25%", "50%", "100%", "auto"])
 def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
-    share: str, checkpoint: Callable[..., Path], tmp_path: Path
+    share: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     directory = checkpoint("llama", hidden_size=256)
     plain = load("stream", directory, "none", tmp_path, "bfloat16")
@@ -424,11 +425,9 @@ def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral"])
-def test_a_prefill_in_blocks_streams_the_weights_once(
-    architecture: str, checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_prefill_in_blocks_streams_the_weights_once(architecture: str, checkpoint: Checkpoints) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path)
+    engine = load("stream", directory, "cpu")
     whole = tokens(engine)
     engine.plan = steered(engine.plan, tokens=1)  # a pass for each row
     for ours, theirs in zip(tokens(engine), whole, strict=True):
@@ -441,7 +440,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     assert ring.bytes_copied - before == sum(chunk.size for layer in ring.layers for chunk in layer.chunks)
 
 
-def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = checkpoint("llama")
     coded = load("stream", directory, "cpu", tmp_path, "float32", weight_codec="lossless")
     plain = load("stream", directory, "cpu", tmp_path, "float32", weight_codec="none")
@@ -450,7 +449,7 @@ def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Pat
     assert coded.effective().wire_bytes_per_step == plain.effective().wire_bytes_per_step
 
 
-def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_step_can_be_traced(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     token_ids = torch.full((2, 5), 9)
     prefill(engine, token_ids, torch.ones_like(token_ids), reserve=3)
@@ -476,7 +475,7 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     ],
 )
 def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_are_larger(
-    blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+    blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: Patch
 ) -> None:
     block = codec.BLOCK * 2  # bytes
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 2 * block)

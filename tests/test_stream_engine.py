@@ -1,6 +1,6 @@
 """Decisions of the streamed engine, with fakes of its stores: rows, buffers, and what a failed load leaves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import Checkpoints, Patch
 from tests.fake_stores import LAYER, FakePool, FakeStream, fake_stream
 from tests.test_parity import MACHINE, load
 from zinfer.core.case import Offload, Workload
@@ -19,8 +20,6 @@ from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.weights.ring import PrefetchRing
 
-Patch = pytest.MonkeyPatch
-Checkpoints = Callable[..., Path]
 CAPACITY = 8  # positions of each row
 LAST = "model.layers.2.mlp.down_proj.weight"
 LOAD = Workload(batch_size=6, input_len=4, output_len=4)

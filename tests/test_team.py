@@ -1,21 +1,20 @@
 """Several ranks of `stream`: the same tokens as one, whatever the weights are and wherever the KV cache is, and no
 process left when one ends."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests.running import prefill
 from tests.test_continuous import alike, begin, crowded, fall_short, finish, keeping, run, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
-from tests.test_parity import BATCHES, OUTPUT_LEN, greedy, load, prompts, reference
+from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, greedy, load, prompts, reference
 from zinfer.analysis.timeline import by_rank
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
@@ -25,8 +24,6 @@ from zinfer.engine.team import TeamBatch
 from zinfer.generation.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("ranks_forked")
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,8 @@ def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def single(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Engine]:
-    loaded = load("stream", checkpoint("llama"), "cpu", tmp_path)
+def single(checkpoint: Checkpoints) -> Iterator[Engine]:
+    loaded = load("stream", checkpoint("llama"), "cpu")
     yield loaded
     loaded.close()
 
@@ -51,8 +48,7 @@ def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None
 
 
 def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
-    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
-        assert torch.equal(greedy(team, lengths), expected)
+    check_tokens(team, checkpoint("llama"))
     effective = team.effective()
     assert effective.settings["gpus"] == 2
     assert effective.wire_bytes_per_step == effective.host_weight_bytes == effective.streamed_bytes_per_step

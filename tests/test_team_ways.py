@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import PATIENCE_S, alive, passes, quantized, wait
+from tests import PATIENCE_S, Checkpoints, Patch, alive, passes, quantized, wait
 from tests.checkpoints import save_checkpoint
-from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
-from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload
+from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, load, plan_of, prompts
+from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
@@ -22,12 +21,9 @@ from zinfer.engine.ranks import Leader
 from zinfer.engine.stream.team import StreamMember
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
-from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
 
 pytestmark = pytest.mark.usefixtures("ranks_forked")
-Checkpoints = Callable[..., Path]
-Patch = pytest.MonkeyPatch
 
 
 def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
@@ -82,8 +78,8 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     options = {"dtype": "bfloat16"} | options
-    single = load("stream", folder, "cpu", tmp_path, **options)
-    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
+    single = load("stream", folder, "cpu", **options)
+    team = load("stream", folder, "cpu", **options, gpus=2)
     check_alike(team, single, rounding(options))
     alone, shared = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
@@ -96,10 +92,9 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
 
 
 @pytest.mark.slow
-def test_four_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=4)
-    for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
-        assert torch.equal(greedy(team, lengths), expected)
+def test_four_ranks(checkpoint: Checkpoints) -> None:
+    team = load("stream", checkpoint("llama"), "cpu", gpus=4)
+    check_tokens(team, checkpoint("llama"))
 
 
 def followers(process: int) -> list[int]:
@@ -110,19 +105,12 @@ def followers(process: int) -> list[int]:
     return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def case_of(directory: Path, engine: str = "stream", output_len: int = 4) -> Case:
-    workload = Workload(batch_size=3, input_len=9, output_len=output_len)
-    return Case(model=str(directory), engine=engine, offload="cpu", workload=workload, dtype="float32",
-                load_format="dummy", options=(("gpus", 2),))  # fmt: skip
-
-
 def worker_of(directory: Path, engine: str = "stream", output_len: int = 4) -> tuple[Worker, Case]:
     """Return a worker that has loaded a team of two."""
-    case = case_of(directory, engine, output_len)
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
+    plan = plan_of(directory, engine, sizes=(3, 9, output_len), load_format="dummy", gpus=2)
     worker = Worker(ENGINES[engine].target, timeout_s=PATIENCE_S)
     worker.load(plan)
-    return worker, case
+    return worker, plan.case
 
 
 def test_a_rank_that_is_killed_ends_the_worker(checkpoint: Checkpoints) -> None:
@@ -153,6 +141,6 @@ def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeyp
         resolve_options("accelerate", {"gpus": 2})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    plan = make_plan(case_of(checkpoint("llama")), resolve.from_directory(checkpoint("llama")), MACHINE)
+    plan = plan_of(checkpoint("llama"), load_format="dummy", gpus=2)
     with pytest.raises(EngineError, match="gpus=2: this host has 1"):
         Leader(plan, StreamMember)

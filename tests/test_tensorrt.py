@@ -5,7 +5,6 @@ with the engine's own prefill, decode and KV cache around it.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests import walker
+from tests import Checkpoints, Patch, walker
 from tests.inline import MACHINE
 from tests.running import decode, prefill
 from zinfer.checkpoint.architecture import empty_model
@@ -36,7 +35,6 @@ from zinfer.worker.session import not_as_asked
 
 ARCHITECTURES = ("bloom", "llama", "qwen2", "mistral")
 MAX_BATCH, MAX_LEN = 4, 32
-Checkpoints = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def library() -> Library:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -289,7 +287,7 @@ def test_rtx_names_the_gpus_it_does_not_run_on(library: Library, capability: tup
         assert "pip install 'zinfer[tensorrt]'" in str(why)
 
 
-def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeypatch: Patch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(
         EngineError, match=r"pip install 'zinfer\[tensorrt\]' or pip install 'zinfer\[tensorrt-rtx\]'"
@@ -298,7 +296,7 @@ def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeyp
     assert missing.value.exit_code == ENVIRONMENT
 
 
-def test_a_library_without_a_kv_cache_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_a_kv_cache_is_too_old(library: Library, monkeypatch: Patch) -> None:
     old = SimpleNamespace(INetworkDefinition=object, __version__="10.8.0", __spec__="found")
     monkeypatch.setitem(sys.modules, library.name.replace("-", "_"), old)
     with pytest.raises(EngineError, match=r"10\.8\.0 has no KV cache layers: pip install -U 'zinfer\["):

@@ -9,7 +9,6 @@ import sys
 import time
 import weakref
 from array import array
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import PATIENCE_S, alive, wait
+from tests import PATIENCE_S, Checkpoints, Patch, alive, wait
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.checkpoint.headers import CheckpointError
@@ -215,9 +214,7 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, message: str, 
 
 
 @pytest.mark.parametrize(("at_its_end", "status"), [(0, "crashed"), (1, "oom_host")])
-def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
-    at_its_end: int, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_is_not_blamed_for_memory_that_others_lacked(at_its_end: int, status: str, monkeypatch: Patch) -> None:
     """The OOM killer struck before the worker's last answer. It may have struck at its end, too."""
     counts = [0]
     monkeypatch.setattr("zinfer.system.host.oom_kills", lambda: counts[0])
@@ -286,7 +283,7 @@ def test_a_hang_ends_at_the_timeout() -> None:
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
 def test_no_other_weights_are_loaded_than_those_of_the_start(
-    when: str, checkpoint: Callable[..., Path], tmp_path: Path
+    when: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """A replacing worker would resume its rows on other weights."""
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")

@@ -216,12 +216,12 @@ def _huge_bytes(arena: PinnedArena) -> int:
 
 
 def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
-    file = pinned.shared_memory()
+    file = os.memfd_create("zinfer")
     size = 2 * CHUNK
     arena = PinnedArena(size, pin=False, shared=file)
     assert arena.memory.data_ptr() % HUGE == 0
     assert not arena.memory.any()
-    plain = pinned.shared_memory()
+    plain = os.memfd_create("zinfer")
     os.ftruncate(plain, size)
     asked = PinnedArena.attach(size, plain)
     pinned._make_huge(asked.memory[:CHUNK])
@@ -239,7 +239,7 @@ def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
 
 
 def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
-    file = pinned.shared_memory()
+    file = os.memfd_create("zinfer")
     arena = PinnedArena(1 << 30, pin=False, grow=True, shared=file)
     arena.allocate(3 * PAGE).fill_(2)
     arena.seal()

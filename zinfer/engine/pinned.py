@@ -72,7 +72,7 @@ class PinnedArena:
 
     Raises MemoryError before it touches more memory than is free, and where the driver refuses to lock that much. The
     memory goes with the process, however that ends, and is neither inherited by children nor part of a core dump. It is
-    private unless `shared` is given, an empty file of `shared_memory`: then it lies on all nodes, goes with the last
+    private unless `shared` is given, an empty file of `os.memfd_create`: then it lies on all nodes, goes with the last
     process that has it, and other processes map it with `attach`. An arena dropped without `close` unlocks it, too.
     """
 
@@ -229,14 +229,6 @@ def check_free(size: int) -> None:
     free = available_bytes()
     if size > free:
         raise MemoryError(f"{gb(size)} of host memory are needed, {gb(free)} are free. {LESS}")
-
-
-def shared_memory() -> int:
-    """Return the descriptor of an empty file in memory. Programs that are started do not inherit it."""
-    try:
-        return os.memfd_create("zinfer")
-    except (AttributeError, OSError) as error:
-        raise MemoryError(f"the system has no files in memory (memfd_create): {error}") from None
 
 
 def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:

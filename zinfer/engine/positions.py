@@ -13,26 +13,24 @@ import torch
 from torch import Tensor, nn
 
 
-class _Scaled:
-    """Attention whose queries are scaled by the position ids of its `layer`."""
+def _scale_by_positions(layer: nn.Module, attention: Any) -> None:
+    """Scale the queries of `attention` by the position ids of its `layer`."""
+    forward, positions = layer.forward, torch.empty(0)
 
-    def __init__(self, layer: nn.Module, attention: Any) -> None:
-        self._attention, self._positions = attention, torch.empty(0)
-        attention.attn_temperature_tuning = False
-        attention.q_proj.register_forward_hook(self._scale)
-        forward = layer.forward
-
-        @wraps(forward)
-        def noting_positions(*args: Any, **named: Any) -> Any:  # behind the hooks, where another pass may take turns
-            self._positions = named["position_ids"]
-            return forward(*args, **named)
-
-        layer.forward = noting_positions
-
-    def _scale(self, _module: nn.Module, _args: tuple[Any, ...], queries: Tensor) -> Tensor:
-        steps = torch.floor((self._positions.float() + 1.0) / self._attention.floor_scale)
-        scale: Tensor = torch.log1p(steps) * self._attention.attn_scale + 1.0
+    def scale(_module: nn.Module, _args: tuple[Any, ...], queries: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+        scale: Tensor = torch.log1p(steps) * attention.attn_scale + 1.0
         return (queries * scale[..., None]).to(queries.dtype)
+
+    @wraps(forward)
+    def noting_positions(*args: Any, **named: Any) -> Any:  # behind the hooks, where another pass may take turns
+        nonlocal positions
+        positions = named["position_ids"]
+        return forward(*args, **named)
+
+    attention.attn_temperature_tuning = False
+    attention.q_proj.register_forward_hook(scale)
+    layer.forward = noting_positions
 
 
 def scale_by_positions(layers: Iterable[nn.Module]) -> None:
@@ -41,7 +39,7 @@ def scale_by_positions(layers: Iterable[nn.Module]) -> None:
         for module in layer.modules():
             plain = not getattr(module, "use_rope", True) and not hasattr(module, "qk_norm")
             if plain and getattr(module, "attn_temperature_tuning", False):
-                _Scaled(layer, module)
+                _scale_by_positions(layer, module)
 
 
 def asks_length(layers: Iterable[nn.Module]) -> bool:

@@ -36,7 +36,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.core.errors import error_line, is_out_of_memory
 from zinfer.core.units import counted
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, HUGE, PinnedArena, TensorPlace, shared_memory
+from zinfer.engine.pinned import ALIGNMENT, HUGE, PinnedArena, TensorPlace
 from zinfer.plan.planner import Plan
 from zinfer.system import scratch
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
@@ -274,7 +274,7 @@ class Leader(Group):
         if torch.cuda.is_available() and torch.cuda.device_count() < size:
             raise EngineError(f"gpus={size}: this host has {counted(torch.cuda.device_count(), 'GPU')}")
         self._folder = scratch.folder(Path(tempfile.gettempdir()), "ranks")
-        super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
+        super().__init__(0, size, str(self._folder.path / "store"), os.memfd_create("zinfer"))
         self._closing = False
         self._files = [self.weights]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -289,7 +289,7 @@ class Leader(Group):
 
     def _start(self, rank: int, plan: Plan, member: Callable[..., Any], threads: int) -> None:
         ours, theirs = socket.socketpair()
-        orders, answers = shared_memory(), shared_memory()
+        orders, answers = os.memfd_create("zinfer"), os.memfd_create("zinfer")
         self._files += [orders, answers]
         files = [theirs.fileno(), orders, answers]
         channel = Channel(ours.detach(), orders, answers)

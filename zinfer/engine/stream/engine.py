@@ -25,6 +25,7 @@ from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.feed_forward import split_by_tokens
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
+from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.host import HostKV
 from zinfer.engine.stream.passes import SharedPasses, StreamBatch
 from zinfer.engine.stream.weights.load import Loader
@@ -374,11 +375,16 @@ class Stream(SharedPasses):
             headroom.note_shortage()
             ring.resize(before)
 
-    def _forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
+    def attempt(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor] | None:
+        """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
         self._kv.rows = max(self._kv.rows, sum(batch.host_rows for batch in self.batches))
         pool, before, step = self._pool, self._copied(), is_step(works)
         experts = None if pool is None else pool.counts
-        logits = super()._forward(works)
+        try:
+            logits = super().forward(works)
+        except OwnAttentionError:
+            self._ragged.able = False  # from now on each micro-batch has a pass of its own
+            return None
         self.finish_loading()
         if step:
             self._per_step = tuple(now - then for now, then in zip(self._copied(), before, strict=True))

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from zinfer.engine.stream.norms import replaced
+from zinfer.engine.stream.norms import Kernels
 
 MAX_TOKENS = 2  # the kernel has the products of all tokens in registers; more of them are work for tensor cores
 TYPES = torch.float32, torch.float16, torch.bfloat16
 
 
-class Linears:
+class Linears(Kernels):
     """Matrices of decoder layers, and the kernel that multiplies with them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
         modules = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
         self.modules = [(each, partial(self._multiply, each)) for each in modules if "forward" not in vars(each)]
         self._followers = dict[nn.Linear, list[nn.Linear]]()  # of a module: those called next with the same states
@@ -29,14 +30,11 @@ class Linears:
         self._first: nn.Linear | None = None  # module that was called with them first
         self._results = dict[nn.Linear, Tensor]()  # of modules that follow
 
-    def __len__(self) -> int:
-        return len(self.modules)
-
     @contextmanager
     def fused(self) -> Iterator[None]:
         """Multiply by the kernel within the ``with`` block."""
         try:
-            with replaced(self.modules):
+            with super().fused():
                 yield
         finally:
             self._states = self._first = None

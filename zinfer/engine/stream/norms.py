@@ -8,7 +8,7 @@ the kernel gives, multiplied by the weight before or after rounding. Others stay
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,26 @@ MAX_ULPS = 4  # units in the last place by which another order of the same sum m
 MAX_SIZE = 1 << 15  # values of a row: a program has them in registers
 
 
-class Norms:
-    """RMS norms of a model, and the kernels that compute the same."""
+class Kernels:
+    """Modules of a model, and kernels that compute the same."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def fused(self) -> AbstractContextManager[None]:
+        """Compute the modules by the kernels within the ``with`` block."""
+        return replaced(self.modules)
+
+
+class Norms(Kernels):
+    """RMS norms of a model."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        super().__init__()
         kinds: dict[tuple[object, ...], bool | None] = {}
-        self.modules: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
         for module in model.modules():
             if not _may_be(module):
                 continue
@@ -33,13 +47,6 @@ class Norms:
                 kinds[kind] = _rounds_first(module, model.dtype, device)
             if (after := kinds[kind]) is not None:
                 self.modules.append((module, partial(_norm, module, after)))
-
-    def __len__(self) -> int:
-        return len(self.modules)
-
-    def fused(self) -> AbstractContextManager[None]:
-        """Compute the norms by the kernel within the ``with`` block."""
-        return replaced(self.modules)
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from zinfer.core.engine import MAX_DRAFTS, StreamOptions
 from zinfer.engine import EngineError
-from zinfer.engine.base import Work
 from zinfer.engine.cache import RowCache
 from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
@@ -99,17 +98,6 @@ class SharedPasses(Decoder[StreamBatch]):
     @property
     def warming(self) -> bool:
         return self._graphs.checking
-
-    def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
-        """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
-        try:
-            return self._forward(works)
-        except OwnAttentionError:
-            self._ragged.able = False  # from now on each micro-batch has a pass of its own
-        return None
-
-    def _forward(self, works: Sequence[Work]) -> list[Tensor]:
-        return super().forward(works)
 
     def _rows(self, batch: StreamBatch, count: int) -> list[slice]:
         cache, host, rows = batch.cache, batch.host, batch.device_rows
@@ -274,19 +262,16 @@ class SharedPasses(Decoder[StreamBatch]):
         caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
         biases = [None if replayed else self._ragged.bias_of(part, self.model.dtype) for part in parts]
         with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0]), whole=not replayed) as cache:
-            return self._with_cache(parts, cache)
-
-    def _with_cache(self, parts: Sequence[Part[StreamBatch]], cache: Cache) -> Tensor:
-        inputs: dict[str, object] = {
-            "input_ids": torch.cat([part.token_ids for part in parts]),
-            "attention_mask": None,
-            "position_ids": torch.cat([part.positions for part in parts]),
-            "logits_to_keep": parts[0].keep,
-            self._cache_name: cache,
-            "use_cache": True,
-        }
-        inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        logits: Tensor = self.model(**inputs).logits
+            inputs: dict[str, object] = {
+                "input_ids": torch.cat([part.token_ids for part in parts]),
+                "attention_mask": None,
+                "position_ids": torch.cat([part.positions for part in parts]),
+                "logits_to_keep": parts[0].keep,
+                self._cache_name: cache,
+                "use_cache": True,
+            }
+            inputs = {name: value for name, value in inputs.items() if name in self._accepted}
+            logits: Tensor = self.model(**inputs).logits
         return logits[:, -parts[0].keep :]
 
 

@@ -6,7 +6,6 @@ groups of experts, stay as they are. Of equal scores the kernel takes the first 
 Of scores so close that a softmax over all rounds them to one share, it takes the larger.
 """
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,19 +15,19 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from zinfer.engine.stream.norms import replaced
+from zinfer.engine.stream.norms import Kernels, replaced
 from zinfer.engine.triton_check import alike
 
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32  # a program has the scores of a token's experts in registers
 Kind = tuple[bool, torch.dtype]  # whether weights are shares of all experts, and their type
 
 
-class Routers:
+class Routers(Kernels):
     """Routers of a model whose choice the kernel makes, too."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        super().__init__()
         kinds: dict[tuple[object, ...], Kind | None] = {}
-        self.modules: list[tuple[nn.Module, Any]] = []
         for module in filter(_may_be, model.modules()):
             tensors = ((name, each.shape, each.dtype) for name, each in module.named_parameters())
             key = type(module), module.top_k, *tensors
@@ -36,13 +35,6 @@ class Routers:
                 kinds[key] = _kind_of(module, model.dtype, device)
             if (kind := kinds[key]) is not None:
                 self.modules.append((module, partial(_route, kind, module)))
-
-    def __len__(self) -> int:
-        return len(self.modules)
-
-    def fused(self) -> AbstractContextManager[None]:
-        """Choose experts by the kernel within the ``with`` block."""
-        return replaced(self.modules)
 
 
 def _may_be(module: nn.Module) -> bool:

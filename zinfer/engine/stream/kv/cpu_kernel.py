@@ -189,8 +189,5 @@ def _compiled(source: Path, compiler: str) -> Path:
 
 def _processor() -> str:
     """Return what ``-march=native`` depends on: machines with different processors may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

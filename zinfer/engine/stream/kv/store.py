@@ -87,7 +87,7 @@ class HostStore(ABC):
         until the last row is gone."""
 
     def states(self, part: "PartLayer", keys: Tensor, values: Tensor) -> Any:
-        """Return what attends for new keys and values of `part`, if the device does not. It appends them first."""
+        """Return what attends to a part in place of the device. It appends its new keys and values first."""
         return None
 
     def fetch(self, part: slice, length: int, count: int) -> Fetch | None:

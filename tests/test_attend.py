@@ -129,13 +129,17 @@ def check_attention(
     }
     assert cpu_kernel.can_attend(queries, blocks)
     logits = noise(heads, dtype=torch.float32) if sinks else None
-    mixed = cpu_kernel.attend(queries, blocks, [kinds[bias] for bias in biases], 0.3, threads, softcap, logits)
+    added = [
+        [kinds[kind].expand(rows, -1, -1, -1)[2 * number :][:2, ..., longest - length :] for kind in biases]
+        for number, length in enumerate(lengths)
+    ]
+    mixed = cpu_kernel.attend(queries, blocks, added, 0.3, threads, softcap, logits)
     for number, (keys, values) in enumerate(exact):
         rows_of_batch = slice(2 * number, 2 * number + 2)
         scores = 0.3 * queries[rows_of_batch].double() @ keys.mT
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        for kind in biases:
-            scores = scores + kinds[kind].expand(rows, -1, -1, -1)[rows_of_batch, ..., longest - keys.shape[2] :]
+        for bias in added[number]:
+            scores = scores + bias
         if logits is not None:
             scores = torch.cat([scores, logits.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
         expected = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].nan_to_num() @ values
@@ -149,7 +153,7 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(l
     keys, values = noise(1, 16, length, 8, dtype=torch.float32), noise(1, 16, length, 8, dtype=torch.float32)
     queries, hidden = torch.ones(1, 16, 1, 8), length - 33
     nothing = torch.full((1, 1, 1, length), float("-inf"))
-    assert torch.equal(attend(queries, [(keys, values)], [nothing]), torch.zeros(1, 16, 1, 8))
+    assert torch.equal(attend(queries, [(keys, values)], [[nothing]]), torch.zeros(1, 16, 1, 8))
     broken = keys.clone()
     broken[0, 3, 20, 0] = float("nan")
     assert attend(queries, [(broken, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[3]]
@@ -159,7 +163,7 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(l
     expected = attend(queries, [(keys[:, :, hidden:], values[:, :, hidden:])])
     for low in (torch.finfo(torch.float32).min, float("-inf")):
         seen = torch.zeros(1, 1, 1, length).masked_fill(torch.arange(length) < hidden, low)
-        assert torch.allclose(attend(queries, [(keys, values)], [seen]), expected, atol=1e-6)
+        assert torch.allclose(attend(queries, [(keys, values)], [[seen]]), expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -227,11 +231,11 @@ def test_attention_of_all_rows_is_that_of_each(
     hidden = torch.zeros(4, 1, 1, 40).masked_fill_(torch.arange(40) < pads, -1e30)
     biases = [hidden, noise(4, 12, 1, 40, dtype=torch.float32)]
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) if sinks else None
-    mixed = attend_all(queries, blocks, biases, 0.25, softcap, logits)
-    for number, (keys, values) in enumerate(exact):
-        rows = slice(2 * number, 2 * number + 2)
-        bias = (biases[0] + biases[1])[rows, ..., 40 - keys.shape[2] :]
-        expected = exact_attention(queries[rows], keys, values, bias, softcap, logits)
+    parts = [slice(0, 2), slice(2, 4)]
+    added = [[bias[rows, ..., 40 - length :] for bias in biases] for rows, length in zip(parts, (40, 33), strict=True)]
+    mixed = attend_all(queries, blocks, added, 0.25, softcap, logits)
+    for rows, (keys, values), bias in zip(parts, exact, added, strict=True):
+        expected = exact_attention(queries[rows], keys, values, bias[0] + bias[1], softcap, logits)
         assert torch.allclose(mixed[rows].double(), expected, atol=0.03)
 
 

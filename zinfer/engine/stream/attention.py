@@ -52,16 +52,14 @@ def attention(
 
 
 class Alibi(NamedTuple):
-    """Bias of each head that grows with a key's position, by `slopes`: float32 ``[heads]``, on two devices."""
+    """Bias of each head that grows with a key's position, by `slopes`: float32 ``[heads]``."""
 
-    on_host: Tensor
-    on_device: Tensor
+    slopes: Tensor
     dtype: torch.dtype  # what the model rounds it to
 
     def of(self, positions: Tensor) -> Tensor:
         """Return the bias of keys at `positions`. These are ``[b, n]``, the bias is ``[b, heads, 1, n]``."""
-        slopes = self.on_host if positions.device == self.on_host.device else self.on_device
-        return (slopes[:, None] * positions[:, None]).to(self.dtype)[:, :, None]
+        return (self.slopes[:, None] * positions[:, None]).to(self.dtype)[:, :, None]
 
 
 class Bias:
@@ -101,53 +99,23 @@ class Bias:
             bias_tensor[:, :, head * count : (head + 1) * count].copy_(hidden[..., end - length :])
         return bias_tensor
 
-    def hides(self, length: int, heads: int) -> Tensor | None:
-        """Return `of` without ALiBi."""
-        return None if self.hidden is None else Bias(self.hidden).of(length, heads)
-
 
 class HostBiases:
     """Biases of host rows, in host memory. Layers that see equally many positions share them."""
 
-    def __init__(self, biases: Sequence[Bias | None], counts: Sequence[int], alibi: Alibi | None) -> None:
-        self._biases, self._counts, self._alibi = biases, counts, alibi
-        self._forms: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
+    def __init__(self, biases: Sequence[Bias | None]) -> None:
+        self._biases = biases
+        self._forms: dict[tuple[tuple[int, ...], int], list[list[Tensor]]] = {}
 
-    def __call__(self, lengths: tuple[int, ...], heads: int) -> list[Tensor]:
-        """Return the float32 biases of all rows. They expand to ``[rows, H, heads * count, m]``.
-
-        m is the most positions that one sees; each micro-batch has the last `lengths` of them.
-        """
+    def __call__(self, lengths: tuple[int, ...], heads: int) -> list[list[Tensor]]:
+        """Return the float32 biases of each micro-batch, one or none, as `Bias.of` the last `lengths` positions."""
         if (lengths, heads) not in self._forms:
-            self._forms[lengths, heads] = [*self._hidden(lengths, heads), *self._of_heads(lengths)]
+            pairs = enumerate(zip(self._biases, lengths, strict=True))
+            made = {index: bias.of(length, heads) for index, (bias, length) in pairs if bias is not None}
+            copies = dict(zip(made, to_host(*made.values()) if made else (), strict=True))
+            forms = [[copies[index].float()] if index in copies else [] for index in range(len(lengths))]
+            self._forms[lengths, heads] = forms
         return self._forms[lengths, heads]
-
-    def _hidden(self, lengths: Sequence[int], heads: int) -> Iterator[Tensor]:
-        pairs = zip(self._biases, lengths, strict=True)
-        seen = [None if bias is None else bias.hides(length, heads) for bias, length in pairs]
-        if (masks := [hidden for hidden in seen if hidden is not None]) != []:
-            copies = iter(to_host(*masks))
-            blocks = [None if hidden is None else next(copies) for hidden in seen]
-            yield self._joined(blocks, (1, masks[0].shape[2]), max(lengths))
-
-    def _of_heads(self, lengths: Sequence[int]) -> Iterator[Tensor]:
-        if self._alibi is not None:
-            positions = to_host(*(bias.positions for bias in self._biases if bias and bias.positions is not None))
-            pairs = zip(positions, lengths, strict=True)
-            blocks = [self._alibi.of(each[:, each.shape[1] - length :]) for each, length in pairs]
-            if len(set(lengths)) == 1 and all(len(block) == 1 for block in blocks):  # no padding: one for all rows
-                yield blocks[0].float()
-            else:
-                yield self._joined(blocks, (len(self._alibi.on_host), 1), max(lengths))
-
-    def _joined(self, blocks: Sequence[Tensor | None], middle: tuple[int, int], longest: int) -> Tensor:
-        """Join blocks ``[b or 1, *middle, n]``. Each ends with its rows; None stands for zeros."""
-        bias_tensor, first = torch.zeros((sum(self._counts), *middle, longest)), 0
-        for block, count in zip(blocks, self._counts, strict=True):
-            if block is not None:
-                bias_tensor[first : first + count, ..., longest - block.shape[-1] :] = block
-            first += count
-        return bias_tensor
 
 
 class JoinedLayer(DynamicLayer):  # type: ignore[misc]
@@ -242,7 +210,7 @@ class Ragged:
         self._name: str | None = None
         text = model.config.get_text_config(decoder=True)
         slopes = bloom.adapt(layers)
-        self.alibi = None if slopes is None else Alibi(slopes, slopes.to(device), model.dtype)
+        self.alibi = None if slopes is None else Alibi(slopes.to(device), model.dtype)
         self.by_name = self.alibi is not None or calls_by_name(layers)
         self.implementation = "sdpa" if self.alibi is not None else str(model.config._attn_implementation)
         self.sinks = any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in layers.modules())
@@ -295,7 +263,7 @@ class Ragged:
         """
         layers: list[JoinedLayer]
         if on_cpu:
-            on_host = HostBiases(biases, rows, self.alibi)
+            on_host = HostBiases(biases)
             layers = [JoinedHostLayer(stores, rows, biases, on_host) for stores in zip(*caches, strict=True)]
         else:
             layers = [JoinedLayer(stores, rows, biases, by) for stores in zip(*caches, strict=True)]

@@ -42,6 +42,7 @@ HARMLESS = {
     "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
 }  # fmt: skip
 Block = tuple[Tensor, Tensor]  # keys and values of one micro-batch
+Biases = Sequence[Sequence[Tensor]]  # what the scores of each micro-batch get
 
 
 class OwnAttentionError(RuntimeError):
@@ -56,15 +57,15 @@ def unknown(options: dict[str, Any], *supported: str) -> set[str]:
 
 class HostStates:
     """New keys and values of one layer's host rows. They are those of one or several micro-batches. `counts` are their
-    numbers of rows. `biases` returns what all rows add to their scores, from the positions stored of each micro-batch
-    and the number of queries that share a head; without it the model's own mask counts. `new` are the keys and values,
-    if not those that the attention function gets."""
+    numbers of rows. `biases` returns what the scores of each get, from the positions stored of each and the number of
+    queries that share a head; without it the model's own mask counts. `new` are the keys and values, if not those that
+    the attention function gets."""
 
     def __init__(
         self,
         parts: Sequence[PartLayer],
         counts: Sequence[int],
-        biases: Callable[[tuple[int, ...], int], list[Tensor]] | None = None,
+        biases: Callable[[tuple[int, ...], int], Biases] | None = None,
         new: Block | None = None,
     ) -> None:
         self._parts, self._counts, self._biases, self._new = parts, counts, biases, new
@@ -92,10 +93,10 @@ class HostStates:
             keys, values, query, *rest = to_host_async(*self._parts[0].narrowed().encode(key, value), *sent)
             self._store(keys, values)
         if self._biases is not None:
-            biases = self._biases(tuple(keys.shape[2] for keys, _ in self._blocks), shared if tokens > 1 else 1)
+            biases: Biases = self._biases(tuple(keys.shape[2] for keys, _ in self._blocks), shared if tokens > 1 else 1)
         else:
             given = (mask, options.get("position_bias"))
-            biases = [_grouped(_on_host(added), shared, tokens) for added in given if added is not None]
+            biases = [[_grouped(_on_host(added), shared, tokens) for added in given if added is not None]]
         queries = query.reshape(total, heads // shared, shared * tokens, width)
         if rest:
             (sinks,) = rest
@@ -115,7 +116,7 @@ class HostStates:
 def attend_all(
     queries: Tensor,
     blocks: Sequence[Block],
-    biases: Sequence[Tensor],
+    biases: Biases,
     scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -127,14 +128,9 @@ def attend_all(
     if can_attend(queries, blocks):
         return run_async(partial(attend, queries, blocks, biases, factor, torch.get_num_threads(), softcap, sinks))
     flush()
-    mixed, first, longest = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
-    expanded = [bias.expand(len(queries), *bias.shape[1:])[..., -longest:] for bias in biases]
-    for keys, values in blocks:
-        rows = slice(first, first + len(keys))
-        first = rows.stop
-        seen = [bias[rows, ..., longest - keys.shape[2] :] for bias in expanded]
-        mixed.append(_attend_apart(queries[rows], (keys, values), seen, factor, softcap, sinks))
-    return torch.cat(mixed)
+    parts = queries.split([len(keys) for keys, _ in blocks])
+    each = zip(parts, blocks, biases or [()] * len(blocks), strict=True)
+    return torch.cat([_attend_apart(*part, factor, softcap, sinks) for part in each])
 
 
 def _attend_apart(

@@ -48,31 +48,27 @@ class _Block(ctypes.Structure):
 
 
 def attend(
-    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0,
-    threads: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Sequence[Tensor]] = (),
+    scale: float = 1.0, threads: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of queries ``[B, heads, n, D]`` to blocks: float32 ``[B, heads, n, E]``. Each block is keys
-    ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. `biases` are added to
-    the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m; a block has their last
-    m columns. Before, scores are kept below `softcap`. `sinks`, ``[heads * s]``, are scores that take their part of
-    each softmax, where s query heads share keys and n is a multiple of s. A query that sees nothing, since all is -inf,
-    gets zeros. `threads` compute it, by default the count that torch uses. `can_attend` tells whether the compiled code
-    can do it."""
+    ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. The `biases` of each
+    are added to its scaled scores: float32, of shapes that expand to ``[b, heads, n, m]``. Before, scores are kept
+    below `softcap`. `sinks`, ``[heads * s]``, are scores that take their part of each softmax, where s query heads
+    share keys and n is a multiple of s. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it,
+    by default the count that torch uses. `can_attend` tells whether the compiled code can do it."""
     rows, heads, count, width = queries.shape
     longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
-    if len(biases) > 2:
-        biases = [sum(biases[1:], biases[0])]
-    expanded = [bias.expand(rows, heads, count, longest) for bias in biases]
-    expanded = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in expanded]
-    table, first = (_Block * len(blocks))(), 0
-    for entry, (keys, values) in zip(table, blocks, strict=True):
+    table, held = (_Block * len(blocks))(), list[Tensor]()
+    for entry, (keys, values), seen in zip(table, blocks, biases or [()] * len(blocks), strict=True):
         entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
         entry.rows, entry.heads, entry.tokens = keys.shape[:3]
         entry.of_keys[:], entry.of_values[:] = keys.stride()[:3], values.stride()[:3]
-        for index, bias in enumerate(expanded):
-            entry.bias[index] = bias[first:, ..., longest - keys.shape[2] :].data_ptr()
-            entry.of_bias[index][:] = bias.stride()[:3]
-        first += len(keys)
+        for index, added in enumerate(seen if len(seen) < 3 else [sum(seen[1:], seen[0])]):
+            bias = added.expand(len(keys), heads, count, keys.shape[2])
+            held.append(bias if bias.stride(-1) == 1 else bias.contiguous())
+            entry.bias[index] = held[-1].data_ptr()
+            entry.of_bias[index][:] = held[-1].stride()[:3]
     queries, out = queries.to(torch.float32).contiguous(), torch.empty((rows, heads, count, columns))
     threads = threads or torch.get_num_threads()
     parts = min(-(-HEADS_PER_THREAD * threads // (rows * heads)), -(-longest // TOKENS_PER_PART))

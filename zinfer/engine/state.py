@@ -279,7 +279,6 @@ class _Stored:
         sources = self._sources()
         self._untie(sources)
         self._names = {name: entry for entry in state.entries.values() for name in entry.names}
-        self._slots = _slots_of(state)
         groups: dict[int, list[str]] = defaultdict(list)
         for target, stored in sources.items():
             layer = self._names[target].layer
@@ -434,7 +433,7 @@ class _Stored:
     def of(self, state: ModelState) -> "_Stored":
         """Return the same checkpoint, converted in the model of `state`."""
         stored = copy(self)
-        stored._state, stored._slots = state, _slots_of(state)
+        stored._state = state
         return stored
 
     def notes(self) -> Iterator[str]:
@@ -504,11 +503,13 @@ class _Stored:
         parameters = inspect.signature(convert_and_load_state_dict_in_model).parameters
         # transformers < 5.5 has a tensor-parallel plan as a required argument.
         extra = {"tp_plan": None} if "tp_plan" in parameters else {}
+        places = [(entry.name, *place) for entry in self._state.entries.values() for place in entry.places]
+        before = [_table(module, leaf)[leaf] for _, module, leaf in places]
         try:
             info = convert_and_load_state_dict_in_model(model, content, load_config=settings, **extra)[0]
         finally:
             made: dict[str, Tensor] = {}
-            for module, leaf, original, name in self._slots:
+            for (name, module, leaf), original in zip(places, before, strict=True):
                 value = _table(module, leaf)[leaf]
                 if value is not original:
                     _table(module, leaf)[leaf] = original
@@ -519,15 +520,6 @@ class _Stored:
             reason = " ".join(str(trouble[0]).split())[:300]
             raise CheckpointError(f"{self._directory} does not fit a {spec.architecture} model: {reason}")
         yield from made.items()
-
-
-def _slots_of(state: ModelState) -> list[tuple[nn.Module, str, Tensor | None, str]]:
-    """Return the places of all entries: module, name, tensor, and name of the entry."""
-    return [
-        (module, leaf, _table(module, leaf)[leaf], entry.name)
-        for entry in state.entries.values()
-        for module, leaf in entry.places
-    ]
 
 
 def _row_order(

@@ -95,9 +95,7 @@ class Bias:
         assert hidden is not None
         rows, _, count, end = hidden.shape
         bias_tensor = _aligned((rows, 1, heads * count), length, hidden.dtype, hidden.device)
-        for head in range(heads):
-            bias_tensor[:, :, head * count : (head + 1) * count].copy_(hidden[..., end - length :])
-        return bias_tensor
+        return bias_tensor.copy_(hidden[..., end - length :].repeat(1, 1, heads, 1))
 
 
 class HostBiases:

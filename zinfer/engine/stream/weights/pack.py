@@ -7,7 +7,7 @@ identity codec, which copies each tensor to its place as it comes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,8 @@ from zinfer.engine.stream.weights.packed_experts import (
 AnyMemory = TypeVar("AnyMemory", bound=Memory)
 
 
-class Codec(Protocol):
-    """Packs one layer, whose entries come one by one."""
-
-    def add(self, name: str, loaded: Loaded) -> None: ...  # `loaded` is valid until the next entry comes
-    def finish(self) -> tuple[PackedLayer, PackedExperts | None]: ...  # all entries have come
-
-
 class Identity:
-    """Codec that copies tensors to their places, uncoded."""
+    """Codec that copies tensors to their places, uncoded. It packs one layer, whose entries come one by one."""
 
     def __init__(self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, gpus: int) -> None:
         self._start = memory.used
@@ -47,6 +40,7 @@ class Identity:
         self._content = memory.allocate(end - self._start)
 
     def add(self, name: str, loaded: Loaded) -> None:
+        """Take an entry. It is valid until the next one comes."""
         assert isinstance(loaded, Tensor)
         if name in self._layer.blocks:
             self._layer.blocks[name].view(self._content).copy_(loaded)
@@ -54,6 +48,7 @@ class Identity:
             fill_experts(self._experts, name, loaded, self._content, self._start)
 
     def finish(self) -> tuple[PackedLayer, PackedExperts | None]:
+        """Return the layer once all entries have come."""
         return self._layer, self._experts
 
 
@@ -123,7 +118,7 @@ class Packing:
         """Load the model, and yield each packed layer once it is whole. Yields its number, chunks, experts and memory,
         in any order. `memory_of` names the memory that a layer is packed into. Entries outside the layers are copied to
         `resident`, by name, or skipped if that is None."""
-        packers, coding = dict[int, tuple[Codec, AnyMemory]](), (self.device, self.plain)
+        packers, coding = dict[int, tuple[Identity | Lossless, AnyMemory]](), (self.device, self.plain)
         missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
         for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):
             if index is None:

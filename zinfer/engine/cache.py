@@ -137,7 +137,6 @@ class RowMask:
         self._orders: dict[int, Tensor] = {}  # by the number of positions; layers with a window have fewer
 
     def of(self, rows: Tensor) -> "RowMask":
-        """Return the mask of some of the rows."""
         return RowMask(self.real[rows])
 
     def order(self, count: int) -> Tensor:
@@ -310,7 +309,6 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._allocate_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
 
     def _allocate_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        """Allocate all rows, for states like `keys` and `values`."""
         self.dtype, self.device = dtype, keys.device
         specs = self._specs(keys, values)
         spare, self.spare = self.spare, None
@@ -640,7 +638,6 @@ class RowCache(Cache):  # type: ignore[misc]
 
 
 def _attention(layer: Any) -> Any:
-    """Return the part of a layer that holds its keys and values."""
     return getattr(layer, "attention", layer)
 
 

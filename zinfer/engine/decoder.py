@@ -96,7 +96,6 @@ class DecoderBatch(MicroBatch):
         return self.mask[rows, : self.length].bool()
 
     def others(self, rows: Tensor) -> Tensor:
-        """Return the indices of all rows but `rows`, ``[b]``."""
         kept = torch.ones(self.batch_size, dtype=torch.bool, device=rows.device)
         kept[rows] = False
         return kept.nonzero()[:, 0]
@@ -245,7 +244,6 @@ class Decoder(Engine[D]):
 
     @property
     def _windows(self) -> list[int]:
-        """Sliding windows of the layers, in tokens."""
         attention = RowCache(layers=self._kinds_of_layers).attention
         return [layer.slots.window for layer in attention.values() if layer.slots.window]
 
@@ -309,7 +307,6 @@ class Decoder(Engine[D]):
         return target
 
     def _move(self, target: D, moved: "Sequence[MovedRows[D]]", length: int) -> None:
-        """Move rows of others into the cache of `target`, layer by layer."""
         assert isinstance(target.cache, RowCache)
         others = [batch.others(rows) for batch, rows, _ in moved]
         sources = [RowSource(batch.cache, rows, mask, batch.length) for batch, rows, mask in moved]
@@ -399,11 +396,9 @@ class Decoder(Engine[D]):
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part[D]]) -> list[Tensor]:
-        """Run a forward pass for each part; return logits ``[b, keep, V]``."""
         return [self._alone(part) for part in parts]
 
     def _alone(self, part: Part[D]) -> Tensor:
-        """Run a forward pass of a part."""
         batch, rows, token_ids, positions, keep = part
         batch.show(rows)
         end = batch.length + token_ids.shape[1]

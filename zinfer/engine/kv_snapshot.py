@@ -111,7 +111,6 @@ class RowsPast:
         self.kinds = kinds or {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
 
     def select(self, rows: Sequence[int]) -> "RowsPast":
-        """Return the past of some rows, in this order."""
         chosen = [self.rows[row] for row in rows]
         return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.kinds)
 

@@ -178,7 +178,6 @@ class Group(ABC):
         """Wait for all ranks; the leader raises the error of a follower."""
 
     def join(self) -> None:
-        """Form the process group of `torch.distributed`."""
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         cuda = torch.cuda.is_available()
@@ -328,7 +327,6 @@ class Leader(Group):
         self.answers()
 
     def order(self, messages: Sequence[object]) -> None:
-        """Send a message to each follower."""
         for channel, message in zip(self._channels, messages, strict=True):
             try:
                 channel.send(message)
@@ -354,7 +352,6 @@ class Leader(Group):
         raise EngineError("a process of another GPU ended")
 
     def dismiss(self) -> None:
-        """Tell the followers to end."""
         if not self._closing:
             self._closing = True
             for channel in self._channels:

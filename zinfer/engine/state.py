@@ -431,7 +431,6 @@ class _Stored:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
     def of(self, state: ModelState) -> "_Stored":
-        """Return the same checkpoint, converted in the model of `state`."""
         stored = copy(self)
         stored._state = state
         return stored
@@ -467,7 +466,6 @@ class _Stored:
                     yield name, tensor
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """Return the stored tensors of a weight."""
         weight = self._quantized.get(name)
         return (name,) if weight is None else tuple(weight.parts.values())
 

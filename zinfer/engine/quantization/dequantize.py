@@ -71,7 +71,6 @@ class Codes:
         return replace(self, numbers=self.numbers[start : start + count], scales=self.scales[grid], zeros=zeros)
 
     def to(self, device: torch.device) -> "Codes":
-        """Return a copy on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
         return replace(self, **moved)

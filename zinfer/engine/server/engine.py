@@ -74,7 +74,6 @@ class Server(Engine[MicroBatch]):
             raise
 
     def _ask_model(self) -> str:
-        """Return the name by which requests call the model."""
         status, body = self.address.get("/v1/models")
         with suppress(ValueError, LookupError, TypeError):
             return str(json.loads(body)["data"][0]["id"])
@@ -87,7 +86,6 @@ class Server(Engine[MicroBatch]):
         return self._server.died("closed a connection" if self._server.alive else "ended")
 
     def described(self) -> dict[str, Any]:
-        """Return the command line or the address, and the version."""
         command = shlex.join(self.command) if self.command else self.settings.url
         return {"command": f"{command} # {self.version}" if self.version else command}
 

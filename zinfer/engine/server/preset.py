@@ -78,7 +78,6 @@ class Preset(Frozen):
 
     @property
     def installed(self) -> bool:
-        """True if the command can be found."""
         return shutil.which(self.program) is not None
 
     def ask_version(self) -> str:
@@ -90,7 +89,6 @@ class Preset(Frozen):
         return ""
 
     def arguments(self, case: Case) -> str:
-        """Return the template of the arguments for the case's offload."""
         return {str(offload): template for offload, template in self.offload.items()}[case.offload]
 
     def why_not(self, case: Case) -> str | None:

@@ -63,7 +63,6 @@ class Address(NamedTuple):
 
 
 def headers() -> dict[str, str]:
-    """Return the headers of each request."""
     key = os.environ.get(KEY)
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
@@ -79,7 +78,6 @@ class Port:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back."""
         self._socket.close()
 
 
@@ -116,7 +114,6 @@ class ServerProcess:
         return ServerDied(f"{self._name} {how}; its log ends: {self.tail() or 'nothing was logged'}")
 
     def tail(self) -> str:
-        """Return the last lines of the log."""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 8192))
         lines = re.sub(r"\x1b\[[0-9;]*m", "", self._log.read().decode(errors="replace")).splitlines()
         return " | ".join(line.strip()[:200] for line in lines[-40:] if line.strip())[-200 * LOG_LINES :]
@@ -172,11 +169,9 @@ class MemoryWatch:
         self._thread.start()
 
     def watch(self, pid: int | None) -> None:
-        """Watch another process."""
         self._pid = pid
 
     def reset(self) -> None:
-        """Begin to look for the peak anew."""
         self.host_peak = self.gpu_peak = 0
         self._read()
 
@@ -186,7 +181,6 @@ class MemoryWatch:
         return (self.gpu_peak, self._used()) if self._handles else None
 
     def close(self) -> None:
-        """End the samples."""
         self._stop.set()
         self._thread.join()
 

@@ -166,7 +166,6 @@ class Stream(SharedPasses):
             ring.start()
 
     def _attach(self, ring: PrefetchRing, loader: Loader, number: int, layer: nn.Module, entries: Entries) -> None:
-        """Put a loaded layer's weights in place."""
         loader.keep(ring, number)
         attach = ring.attach if self._products is None else partial(self._products.attach, ring)
         attach(number, layer, entries)
@@ -262,7 +261,6 @@ class Stream(SharedPasses):
         return rows - on_device
 
     def _placement(self, load: Workload) -> Placement:
-        """Return the placement for `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
     def _holds_two_layers(self) -> bool:

@@ -32,7 +32,6 @@ class StreamMember(Member[Stream]):
         return self.engine.ring
 
     def bring(self) -> int:
-        """Copy parts of layers over the link; return their bytes."""
         return self._ring.bring()
 
     def abandon(self) -> None:
@@ -44,7 +43,6 @@ class StreamMember(Member[Stream]):
         self.engine.expect(load)
 
     def forward(self, works: Sequence[RankWork]) -> PassResult:
-        """Run one pass, with these works."""
         before = self._ring.passes
         try:
             return PassResult(self.engine.attempt(self.works(works)) if works else [])
@@ -53,7 +51,6 @@ class StreamMember(Member[Stream]):
                 self._ring.idle_pass()
 
     def watched(self, works: Sequence[RankWork]) -> PassResult:
-        """Run and trace one pass."""
         with self._ring.watched() as trace:
             return self.forward(works)._replace(recording=(trace.begun, trace.spans()))
 

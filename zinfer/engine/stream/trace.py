@@ -20,7 +20,6 @@ Reads = Iterable[tuple[int, float, float]]  # layer, begin and end by the host's
 
 
 def clock() -> float:
-    """Return the time by the host's clock, in seconds."""
     return perf_counter()
 
 

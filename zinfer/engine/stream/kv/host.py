@@ -51,7 +51,6 @@ class HostKV:
         return {"kv_attention": self._device, "kv_host_rows": self.rows, "kv_threads": self._attending}
 
     def use_threads(self, count: int) -> None:
-        """Use no more than `count` threads of the CPU."""
         self._threads = count
         torch.set_num_threads(count)
 
@@ -105,7 +104,6 @@ class HostKV:
         return placement.kv_on_cpu or not self._streamed
 
     def _reserve(self, placement: Placement, load: Workload) -> HostPool:
-        """Return the pool, with room for `load`."""
         on_cpu, pool = self._on_cpu(placement), self.pool
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
             self.close()  # memory made for the other device that attends is of no use

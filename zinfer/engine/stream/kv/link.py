@@ -176,7 +176,6 @@ class LinkStore(HostStore):
         )
 
     def hand_back(self) -> None:
-        """Free the ring's buffers with keys and values of the current layer."""
         self._ring.hand_back()
 
     def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:

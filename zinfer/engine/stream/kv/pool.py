@@ -74,12 +74,10 @@ class HostPool:
 
     @property
     def size(self) -> int:
-        """Bytes of all arenas."""
         return sum(arena.size for arena in self._arenas)
 
     @property
     def unused(self) -> int:
-        """Bytes that no block has."""
         return sum(block.size for block in self._free)
 
     def reserve(self, size: int) -> None:
@@ -103,7 +101,6 @@ class HostPool:
         return Block(arena, start, size)
 
     def free(self, block: Block) -> None:
-        """Free a block."""
         start, end = block.start, block.start + _aligned(block.size)
         for other in [other for other in self._free if other.arena is block.arena]:
             if other.start == end or other.start + other.size == start:

@@ -202,7 +202,6 @@ class SplitLayer(FixedLayer):
         return stand_in
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of host rows as they are stored."""
         return self._host.encode(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +235,6 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
         return self._whole
 
     def hand_back(self) -> None:
-        """Free what `update` returned."""
         self._whole.hand_back()
 
 

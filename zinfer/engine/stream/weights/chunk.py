@@ -198,7 +198,6 @@ def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | for
 
 
 def _largest_chunk(layer_bytes: int, gpus: int, bits: float = 16) -> int:
-    """Return the maximum of a chunk's unpacked bytes."""
     return CHUNK_BYTES * chunk_factor(bits, layer_bytes, gpus)
 
 

@@ -203,7 +203,6 @@ class DiskSource(WeightSource):
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more, and drop chunks read ahead. The device must have read its chunks."""
         if self._thread is not None:
             self._stopping = True
             self._free_slots.put(None)
@@ -217,7 +216,6 @@ class DiskSource(WeightSource):
         self._stopping, self._fault = False, None
 
     def ready(self, chunk: Chunk) -> bool:
-        """Tell whether `get` returns at once."""
         with self._changed:
             arrived = self._reads and self._reads[0].done.done()
             return bool(arrived) or self._fault is not None or not self.on_disk(chunk)
@@ -238,7 +236,6 @@ class DiskSource(WeightSource):
         return self._content(read)
 
     def release(self, last: Event = PASSED) -> None:
-        """Give the latest chunk back once `last` of a queue is passed."""
         with self._changed:
             self._free_slots.put((self._reads.popleft().offset, last))
 
@@ -268,7 +265,6 @@ class DiskSource(WeightSource):
                 self._changed.notify_all()
 
     def _finish_read(self, read: _Read) -> None:
-        """Wait for a chunk, note when it came, and check it."""
         for job in read.jobs:
             job.result()
         with self._changed:

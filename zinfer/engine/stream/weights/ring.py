@@ -144,7 +144,6 @@ class PrefetchRing:
 
     @property
     def depth(self) -> int:
-        """Number of ring buffers."""
         return self._depth
 
     @property
@@ -425,7 +424,6 @@ class PrefetchRing:
         self._pending, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
-        """Begin the transfers of a pass and of later passes."""
         self._flush()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
@@ -593,7 +591,6 @@ class PrefetchRing:
         return self._pass is not None and self._pass.layer == index and index in self._resident
 
     def _resident_content(self, index: int) -> Tensor | None:
-        """Return the bytes of a resident layer; None if they are streamed."""
         return self._resident.get(index)
 
 

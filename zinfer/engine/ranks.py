@@ -36,7 +36,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.core.errors import error_line, is_out_of_memory
 from zinfer.core.units import counted
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, HUGE, PinnedArena, TensorPlace
+from zinfer.engine.pinned import HUGE, PinnedArena, TensorPlace, lay_out
 from zinfer.plan.planner import Plan
 from zinfer.system import scratch
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
@@ -70,11 +70,8 @@ class SharedTensors:
 
     def put(self, tensors: Sequence[Tensor]) -> list[TensorPlace]:
         """Copy tensors, from any device; return their places, for `take`."""
-        places, end = list[TensorPlace](), 0
-        for tensor in tensors:
-            places.append(TensorPlace(end, tensor.shape, tensor.dtype))
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        size = -(-max(end, 1) // HUGE) * HUGE
+        blocks, end = lay_out((str(number), tensor) for number, tensor in enumerate(tensors))
+        places, size = list(blocks.values()), -(-max(end, 1) // HUGE) * HUGE
         if places and size > os.fstat(self._file).st_size:
             os.ftruncate(self._file, size)
         for target, tensor in zip(self.take(places), tensors, strict=True):

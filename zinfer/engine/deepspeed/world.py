@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,13 +73,11 @@ def _leave_group() -> None:
 
 
 def modules_under_way() -> list[nn.Module]:
-    """Return DeepSpeed's list of running modules, of all engines. It is empty without ZeRO."""
-    with suppress(ImportError, AttributeError):
-        from deepspeed.runtime.zero import parameter_offload
+    """Return DeepSpeed's list of running modules, of all engines."""
+    from deepspeed.runtime.zero import parameter_offload
 
-        stack: list[nn.Module] = parameter_offload.FWD_MODULE_STACK
-        return stack
-    return []
+    stack: list[nn.Module] = parameter_offload.FWD_MODULE_STACK
+    return stack
 
 
 class Partition:

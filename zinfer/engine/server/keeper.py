@@ -38,7 +38,7 @@ def main() -> None:
     """Run the command in the arguments. The exit code is the command's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         server = subprocess.Popen(
             sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_before_the_command, start_new_session=True
@@ -60,12 +60,7 @@ def _before_the_command() -> None:
     """Handle signals as usual, and end with this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

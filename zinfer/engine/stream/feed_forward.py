@@ -21,12 +21,8 @@ def split_by_tokens(layers: Iterable[nn.Module], tokens: int) -> int:
 def _is_feed_forward(module: nn.Module) -> bool:
     """Tell whether a module is a dense feed-forward network. It maps one tensor to a wider space and back, and has
     nothing else but activations."""
-    children = list(module.children())
-    linear = [child for child in children if isinstance(child, nn.Linear)]
-    others = [child for child in children if not isinstance(child, nn.Linear)]
-    bare = not any(True for _ in module.parameters(recurse=False)) and not any(
-        next(child.parameters(), None) is not None for child in others
-    )
+    linear = [child for child in module.children() if isinstance(child, nn.Linear)]
+    bare = set(module.parameters()) == {parameter for child in linear for parameter in child.parameters()}
     if len(linear) < 2 or not bare or len(inspect.signature(module.forward).parameters) != 1:
         return False
     return any(child.out_features > child.in_features for child in linear) and any(

@@ -255,5 +255,4 @@ class Loader:
 
     def _load_others(self, resident: Mapping[str, Tensor]) -> None:
         """Load the other weights, where layers come packed from a folder."""
-        if self._folder is not None:
-            copy_into(resident, self._state.load(self._device, self._progress, layers=False))
+        copy_into(resident, self._state.load(self._device, self._progress, layers=False))

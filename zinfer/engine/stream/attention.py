@@ -106,7 +106,7 @@ class HostBiases:
         self._forms: dict[tuple[tuple[int, ...], int], list[list[Tensor]]] = {}
 
     def __call__(self, lengths: tuple[int, ...], heads: int) -> list[list[Tensor]]:
-        """Return the float32 biases of each micro-batch, one or none, as `Bias.of` the last `lengths` positions."""
+        """Return one or no float32 `Bias.of` the last positions of each micro-batch."""
         if (lengths, heads) not in self._forms:
             pairs = enumerate(zip(self._biases, lengths, strict=True))
             made = {index: bias.of(length, heads) for index, (bias, length) in pairs if bias is not None}

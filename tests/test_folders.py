@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from tests.checkpoints import save_config
 from tests.command import zinfer
 from tests.running import error, prefill
 from tests.test_parity import COMPARED, load, prompts
-from zinfer.checkpoint import quantization, resolve
+from zinfer.checkpoint import gguf, quantization, resolve
 from zinfer.checkpoint.headers import INDEX, SINGLE, Checkpoint, CheckpointError
 from zinfer.core.case import Offload
+from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError
 from zinfer.core.progress import NOTE
 from zinfer.engine.base import Engine
@@ -219,16 +221,6 @@ def only(folder: Path, *kept: str) -> None:
             path.unlink()
 
 
-def gguf_beside_config(folder: Path) -> None:
-    only(folder, "config.json", "tokenizer.json")
-    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
-
-
-def gguf_alone(folder: Path) -> None:
-    only(folder)
-    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
-
-
 def adapter(folder: Path) -> None:
     only(folder, "tokenizer.json")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
@@ -247,8 +239,6 @@ def transforms(field: str) -> Callable[[Path], None]:
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "GGUF with a configuration": (gguf_beside_config, "GGUF .* safetensors"),
-    "GGUF alone": (gguf_alone, "GGUF .* safetensors"),
     "adapter": (adapter, "an adapter .* merge it"),
     "adapter beside a model": (adapter_beside_a_model, "an adapter .* merge it"),
     "weights of Git LFS": (lambda folder: (folder / SINGLE).write_text(POINTER), "Git LFS pointer.*git lfs pull"),
@@ -285,10 +275,17 @@ def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Callable[[str],
         assert zinfer(tmp_path, "plan", "--model", str(folder)).returncode == 2
 
 
-def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+def test_the_package_that_reads_a_gguf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(gguf, "version", missing)
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(ModelError, match="is a GGUF file"):
-        resolve.resolve(str(tmp_path / "model.gguf"))
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(ModelError, match=r"gguf is a GGUF file: pip install 'zinfer\[engines,gguf\]'") as caught:
+            resolve.resolve(str(path))
+        assert caught.value.exit_code == ENVIRONMENT
 
 
 def test_a_configuration_without_transforms_is_read() -> None:

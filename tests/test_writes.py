@@ -17,6 +17,7 @@ ALLOWED = {
     "system.scratch:_remove_if_dead": "removes the entry of a dead process",
     "system.scratch:_removed": "removes what an entry names",
     "checkpoint.tokenizer_files:cleaned": "a tokenizer, in an owned folder",
+    "checkpoint.gguf:tokenizer": "a tokenizer made in an owned folder, then renamed",
     "system.ending:_end": "the last line on stderr",
     "__main__:_interrupted": "the last line on stderr",
     "record.jsonl:AppendLog.open": "an append-only log",

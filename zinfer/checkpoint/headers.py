@@ -1,4 +1,4 @@
-"""Local safetensors checkpoints, checked before any weight is read.
+"""Local checkpoints, safetensors or GGUF, checked before any weight is read.
 
 A truncated shard behind a memory map reads as zeros in most loaders, and a weight map may name any file on the disk;
 both are refused here, from the headers alone. Nothing is unpickled and no code of a checkpoint is run.
@@ -8,14 +8,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.checkpoint import configuration
+from zinfer.checkpoint import configuration, gguf
 from zinfer.core.errors import ZinferError, environment_error
 from zinfer.system.documents import DocumentError, open_regular, read_object
 
@@ -26,7 +26,6 @@ MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = (".bin", ".pt", ".pth")
 ADAPTER = "adapter_config.json"
 _MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"
-_INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
 MAX_NAME = 1000  # characters of a tensor's name
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # type in safetensors -> in zinfer
 # Masks and tables of positions: older checkpoints hold them, the model computes them.
@@ -45,7 +44,10 @@ class CheckpointError(ZinferError):
 
 
 class TensorInfo(NamedTuple):
-    """Location of a tensor: bytes ``[start, end)`` of `file`. `dtype` is as safetensors spells it (``BF16``)."""
+    """Location of a tensor: bytes ``[start, end)`` of `file`.
+
+    `dtype` is as safetensors spells it (``BF16``), or a type of blocks of a GGUF (``Q4_0``).
+    """
 
     file: Path
     dtype: str
@@ -60,20 +62,24 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and safetensors files, all headers checked.
+    """A folder with safetensors files, or a GGUF, all headers checked.
 
     `config` is the configuration as it is written: `zinfer.checkpoint.configuration.without_code` comes before any use.
-    `sources` are the folder's files that say where weights are; the first one was read.
+    `sources` are the folder's files that say where weights are; the first one was read. Tensors of a GGUF have their
+    names there, until `zinfer.checkpoint.gguf_names` gives them others; `architecture` is that of a GGUF.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     sources: tuple[Path, ...] = ()
+    architecture: str = ""
 
     @classmethod
     def open(cls, path: Path, bare: bool = False) -> "Checkpoint":
-        """Read a folder's headers. Raises CheckpointError. `bare`: a config.json will do."""
+        """Read the headers of a folder or GGUF. Raises CheckpointError. `bare`: a config.json will do."""
+        if (held := _gguf(path)) is not None:
+            return held
         if bare and not path.is_dir():
             return cls(path.parent, _config(path), {})
         if (kind := unsupported_kind(path)) is not None:
@@ -119,12 +125,25 @@ class Checkpoint:
 def unsupported_kind(path: Path) -> str | None:
     """Return what `path` is if it cannot be a checkpoint."""
     if not path.is_dir():
-        return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if path.suffix == ".gguf" else None
+        return None
     names = {file.name for file in path.iterdir()}
     if ADAPTER in names and ("config.json" not in names or any(name.startswith("adapter_model.") for name in names)):
         return f"{path} is an adapter (LoRA or another kind of peft), or holds one beside a model: {_MERGE}"
-    weights = {Path(name).suffix for name in names} & {".gguf", ".safetensors", *_PICKLED}
-    return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}" if weights == {".gguf"} else None
+    return None
+
+
+def _gguf(path: Path) -> Checkpoint | None:
+    """Return the GGUF at `path`, if it is one. Raises CheckpointError."""
+    with _refusing(path):
+        if not (parts := gguf.find(path)):
+            return None
+        read = gguf.read(parts)
+        configuration.check(read.config, parts[0])
+    _check_names(parts[0], read.tensors)
+    tensors = {
+        name: TensorInfo(parts[at.part], at.type, at.shape, at.start, at.end) for name, at in read.tensors.items()
+    }
+    return Checkpoint(parts[0].parent, read.config, tensors, parts[:1], read.architecture)
 
 
 def weight_source_files(directory: Path, named: object = None) -> tuple[Path, ...]:
@@ -176,7 +195,7 @@ def _refusing(path: Path, why: str = "the checkpoint is not complete") -> Iterat
         yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
-    except DocumentError as error:
+    except (DocumentError, gguf.GgufError) as error:
         raise error.converted(CheckpointError) from None
     except OSError as error:
         raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror or error}")) from None
@@ -220,9 +239,13 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{file} is damaged or cut off ({reason}): copy it again") from None
     header.pop("__metadata__", None)
-    if any(len(name) > MAX_NAME or _LONG_NUMBER.search(name) for name in header):
-        raise CheckpointError(f"{file} is damaged: a name has at most {MAX_NAME:,} characters and numbers of 9 digits")
+    _check_names(file, header)
     return {
         name: TensorInfo(file, entry["dtype"], tuple(entry["shape"]), *(base + at for at in entry["data_offsets"]))
         for name, entry in header.items()
     }
+
+
+def _check_names(file: Path, names: Iterable[str]) -> None:
+    if any(len(name) > MAX_NAME or _LONG_NUMBER.search(name) for name in names):
+        raise CheckpointError(f"{file} is damaged: a name has at most {MAX_NAME:,} characters and numbers of 9 digits")

@@ -12,12 +12,23 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from zinfer.checkpoint.gguf import BLOCKS
 from zinfer.checkpoint.headers import CheckpointError, TensorInfo
 from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, groups_of, settings_of
 from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 Format = Literal[
-    "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"
+    "fp8",
+    "int",
+    "fp8 or int8",
+    "nvfp4",
+    "mxfp4",
+    "mxfp4 experts",
+    "gptq",
+    "awq",
+    "modelopt fp8",
+    "modelopt nvfp4",
+    "gguf",
 ]
 # Ends of names whose tensors belong to quantised activations and KV caches; here these are of the model's type.
 ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale")
@@ -44,11 +55,13 @@ class QuantizedWeight(NamedTuple):
     block: tuple[int, int] = (1, 1)
     bits: int = 8
     offset: int = 0  # number that is added to stored zero points: 1 in GPTQ's first format
+    kind: str = ""  # type of a GGUF; of its weights whose values change as they are read, `bits` is 0
+    convert: Callable[..., Any] | None = None  # makes a GGUF's weight of its parts
 
     @property
     def in_whole_bytes(self) -> bool:
         """True where rows end with a byte, as the wire format asks."""
-        return self.shape[-1] * self.bits % 8 == 0
+        return self.bits > 0 and self.shape[-1] * self.bits % 8 == 0
 
 
 class TensorFinder:
@@ -245,6 +258,10 @@ def quantized_weights(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> tuple[dict[str, QuantizedWeight], set[str]]:
     """Return the quantised weights by name, and stored names not needed. Raises ModelError, CheckpointError."""
+    blocks = {name: info for name, info in tensors.items() if info.dtype in BLOCKS}
+    if blocks:  # of a GGUF
+        stored = STORED_DTYPES.get(dtype, "BF16")
+        return {n: QuantizedWeight(n, "gguf", i.shape, stored, {"codes": n}) for n, i in blocks.items()}, set()
     settings = settings_of(config)
     if settings is None:
         return {}, set()
@@ -265,9 +282,15 @@ def unquantized(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> dict[str, TensorInfo]:
     """Return the tensors of a checkpoint as if it was not quantised; bytes are those of the codes."""
-    weights, left_out = quantized_weights(tensors, config, dtype)
+    return without_codes(tensors, *quantized_weights(tensors, config, dtype))
+
+
+def without_codes(
+    tensors: Mapping[str, TensorInfo], weights: Mapping[str, QuantizedWeight], left_out: Collection[str] = ()
+) -> dict[str, TensorInfo]:
+    """Return tensors, with `weights` in place of their parts."""
     parts = {name for weight in weights.values() for name in weight.parts.values()}
-    gone = left_out | parts | {f"{name}_shape" for name in weights}
+    gone = {*left_out} | parts | {f"{name}_shape" for name in weights}
     result = {name: info for name, info in tensors.items() if name not in gone}
     for name, weight in weights.items():
         result[name] = tensors[weight.parts["codes"]]._replace(dtype=weight.dtype, shape=weight.shape)

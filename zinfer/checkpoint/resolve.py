@@ -19,12 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.checkpoint import hub, quantization, quantized_tensors
+from zinfer.checkpoint import gguf, hub, quantization, quantized_tensors
 from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint, CheckpointError, is_ignored_tensor, unsupported_kind
 from zinfer.core.errors import did_you_mean, environment_error
 from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 from zinfer.system import atomic
 from zinfer.system.documents import read_bytes
+from zinfer.system.host import cache_folder
 
 
 def resolve(
@@ -40,7 +41,9 @@ def resolve(
     path = Path(reference).expanduser()
     if (name := catalogue_name(reference)) is not None:
         spec = from_catalogue(name)
-    elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
+    elif os.path.isdir(path) or (
+        os.path.isfile(path) and path.suffix in (".json", gguf.SUFFIX)
+    ):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
         is_file = f"{reference} is a file: --model takes the folder that holds config.json and the safetensors"
@@ -157,12 +160,13 @@ def from_directory(path: Path) -> ModelSpec:
     weights = {tensor: info for tensor, info in stored.items() if not is_ignored_tensor(tensor)}
     largest = max(weights.values(), key=lambda info: info.nbytes)
     dtype = _supported(name, dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype)))
-    spec = _measured(name, config, directory=name, dtype=dtype)
+    is_gguf = bool(checkpoint.architecture)
+    spec = _measured(name, config, directory=str(checkpoint.sources[0]) if is_gguf else name, dtype=dtype)
     present = {_layer(tensor) for tensor in weights} - {None}
     missing = [layer for layer in range(spec.num_layers) if present and layer not in present]
     if missing:
         raise ModelError(f"{name}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
-    if stored.keys() == checkpoint.tensors.keys():
+    if stored == checkpoint.tensors:
         return spec
     inside = {
         tensor: info
@@ -254,5 +258,4 @@ def _measured_file(config: Mapping[str, Any]) -> Path:
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + version("transformers").encode())
     for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):
         made_of.update((files(f"zinfer.{room}") / module).read_bytes())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
-    return folder / f"shape-{made_of.hexdigest()[:24]}.json"
+    return cache_folder() / f"shape-{made_of.hexdigest()[:24]}.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zinfer.checkpoint import hub
+from zinfer.checkpoint import gguf, hub
 from zinfer.checkpoint.headers import Checkpoint
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import LoadFormat
@@ -51,6 +51,8 @@ def find(
     if load_format == "safetensors" and spec.directory is None:
         raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
     kind: LoadFormat = "dummy" if load_format == "dummy" or spec.directory is None else "safetensors"
+    if kind == "dummy" and spec.directory is not None and spec.directory.endswith(gguf.SUFFIX):
+        raise ModelError(f"{reference} is a GGUF, which is loaded as it is: leave out --load-format dummy")
     revision = revision_of(spec, kind)
     if kind == "dummy":
         spec = spec.model_copy(update={"directory": None})

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, StrictStr
 
-from zinfer.checkpoint import configuration
+from zinfer.checkpoint import configuration, gguf
 from zinfer.checkpoint.configuration import DIGITS, TokenId, warn, without, without_code
-from zinfer.core.model import ModelError
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.system import scratch
 from zinfer.system.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 
@@ -64,6 +64,14 @@ class ChatTemplate(NamedTuple):
     text: str | None = None
     why_not: str = ""
     names: tuple[str, ...] = ()
+
+
+def folder_of(spec: ModelSpec) -> Path | None:
+    """Return the folder of a model's tokenizer, of a GGUF a copy; None for dummy weights. Raises ModelError."""
+    if spec.directory is None:
+        return None
+    with _explained(Path(spec.directory)):
+        return gguf.tokenizer(parts) if (parts := gguf.find(Path(spec.directory))) else Path(spec.directory)
 
 
 def require(directory: Path) -> None:
@@ -170,8 +178,8 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
 def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
-    except DocumentError as error:
-        raise ModelError(str(error)) from None
+    except (DocumentError, gguf.GgufError) as error:
+        raise error.converted(ModelError) from None
     except OSError as error:
         raise ModelError(f"the tokenizer of {directory} cannot be read: {error.strerror or error}") from None
 

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from zinfer import engine as engines
 from zinfer.checkpoint.source import Source, find
 from zinfer.checkpoint.tokenizer_files import chat_template as template_of
-from zinfer.checkpoint.tokenizer_files import require
+from zinfer.checkpoint.tokenizer_files import folder_of, require
 from zinfer.core.case import Case
 from zinfer.core.engine import (
     ENGINES,
@@ -381,7 +381,7 @@ def prepared(verb: str, how: dict[str, Any]) -> Prepared:
     """Return loads and weights of a verb's flags; start the tokenizer, which ends with the command."""
     loads = one_load(verb, how)
     source = weights_of(how, loads)
-    directory = None if source.spec.directory is None else Path(source.spec.directory)
+    directory = folder_of(source.spec)
     if directory is not None:
         require(directory)
     tokenizer = TokenizerProcess(source.spec, template_of(directory, how["chat_template"]))

@@ -99,9 +99,21 @@ def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vis
                 for job in fill(pool, info.end - info.start, info.file, info.start, [partial(v, name) for v in visits]):
                     job.result()
         with ExitStack() as stack:
-            files = {checkpoint.tensors[name].file for name in group}
-            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
-            yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
+            infos = {name: checkpoint.tensors[name] for name in group}
+            if checkpoint.architecture:  # a GGUF
+                yield {name: _mapped(name, info) for name, info in infos.items()}
+                continue
+            readers = {
+                file: stack.enter_context(safe_open(file, framework="pt"))
+                for file in {info.file for info in infos.values()}
+            }
+            yield {name: readers[info.file].get_slice(name) for name, info in infos.items()}
+
+
+def _mapped(name: str, info: TensorInfo) -> Tensor:
+    shape, dtype = info.shape, empty_tensor(name, info).dtype
+    content: Any = np.memmap(info.file, np.uint8, "c", info.start, (info.nbytes,))
+    return torch.from_numpy(content).view(dtype).view(shape)
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:

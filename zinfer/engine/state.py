@@ -40,7 +40,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.checkpoint import quantization, quantized_tensors
+from zinfer.checkpoint import gguf_names, quantization, quantized_tensors
 from zinfer.checkpoint.architecture import building, decoder_layers, empty_model, merges_experts
 from zinfer.checkpoint.configuration import without_code
 from zinfer.checkpoint.headers import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
@@ -265,12 +265,18 @@ class _Stored:
     """Checkpoint that is checked against a model's state, and converted into it."""
 
     def __init__(self, checkpoint: Checkpoint, state: ModelState, allow_nan: bool, visits: Iterable[Visit]) -> None:
-        self._checkpoint, self._state = checkpoint, state
-        self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
+        self._state, spec = state, state.spec
         self._directory = state.spec.directory
-        tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
-        self._quantized = quantized_tensors.quantized_weights(tensors, config, dtype)[0]
-        self._tensors = quantized_tensors.unquantized(tensors, config, dtype)  # as an unquantised checkpoint names them
+        if checkpoint.architecture:
+            checkpoint, self._quantized = gguf_names.named(checkpoint, state.model, spec.total_layers, spec.dtype)
+            left_out = set[str]()
+        else:
+            found = quantized_tensors.quantized_weights(checkpoint.tensors, checkpoint.config, spec.dtype)
+            self._quantized, left_out = found
+        self._checkpoint = checkpoint
+        self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
+        # Tensors as an unquantised checkpoint names them.
+        self._tensors = quantized_tensors.without_codes(checkpoint.tensors, self._quantized, left_out)
         self._around = _around(checkpoint.config, state.model)
         self._mapping = [*self._around, *get_model_conversion_mapping(state.model)]
         for rule in self._mapping:
@@ -476,10 +482,11 @@ class _Stored:
         weights = []
         for name in names:
             weight = self._quantized[name]
-            codes = canonical(weight, {role: stored[part] for role, part in weight.parts.items()})
-            if not (weight.in_whole_bytes and codes.fit(dtype)):  # dequantised, where each value is checked
+            if not weight.in_whole_bytes:  # dequantised, where each value is checked
                 return None
-            weights.append(codes)
+            weights.append(canonical(weight, {role: stored[part] for role, part in weight.parts.items()}))
+            if not weights[-1].fit(dtype):
+                return None
         return tuple(weights)
 
     def _dequantized(self, names: Iterable[str], stored: Callable[[str], Any]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.tokenizer_files import folder_of
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import GREEDY
 from zinfer.engine.base import Engine, MicroBatch, Work
@@ -203,7 +203,7 @@ def check_same_tokens(spec: ModelSpec) -> None:
     """Raise ModelError unless `spec`'s draft model has the same tokens. Special ones are included."""
     if spec.draft is None:
         return
-    folders = [None if model.directory is None else Path(model.directory) for model in (spec, spec.draft)]
+    folders = [folder_of(model) for model in (spec, spec.draft)]
     hf: list[Any] = [load_tokenizer(folder) for folder in folders]
     ours, theirs = (tokenizer.get_vocab() for tokenizer in hf)
     special, others = ({n for n, token in model.added_tokens_decoder.items() if token.special} for model in hf)

@@ -25,7 +25,7 @@ class Tokenizer:
     """Tokenizer of a model in a worker; `hf` is that of transformers, `ends` are the tokens that end a text."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        directory = None if spec.directory is None else Path(spec.directory)
+        directory = tokenizer_files.folder_of(spec)
         self.hf: Any = load_tokenizer(directory)
         self.ends = frozenset(tokenizer_files.end_tokens(directory, spec.config, own_end(self.hf), spec.vocab_size))
         self._letter: list[int] | None = None  # tokens of a text that a token is shown behind

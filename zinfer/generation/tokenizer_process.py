@@ -72,7 +72,7 @@ class TokenizerProcess:
     """Tokenizer and chat template in a process. Prompts of twice `max_tokens` tokens are refused."""
 
     def __init__(self, spec: ModelSpec, template: ChatTemplate | None = None, max_tokens: int | None = None) -> None:
-        directory = None if spec.directory is None else Path(spec.directory)
+        directory = tokenizer_files.folder_of(spec)
         self.max_tokens = max_tokens
         self.template = tokenizer_files.chat_template(directory) if template is None else template
         self._name = spec.name
@@ -255,8 +255,10 @@ def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> 
 def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
     """Return the first message to the process."""
     limits = {"load_s": LOAD_S, "load_bytes": LOAD_BYTES, "request_bytes": REQUEST_BYTES}
-    facts = {"template": template.text, "config": {"eos_token_id": spec.config.get("eos_token_id")}}
-    return spec.model_dump(include={"directory", "vocab_size", "name"}) | limits | facts
+    facts: dict[str, Any] = {"template": template.text, "config": {"eos_token_id": spec.config.get("eos_token_id")}}
+    folder = tokenizer_files.folder_of(spec)
+    facts |= {"directory": None if folder is None else str(folder)}
+    return spec.model_dump(include={"vocab_size", "name"}) | limits | facts
 
 
 def characters(prompt: Prompt) -> int:

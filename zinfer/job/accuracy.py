@@ -169,6 +169,9 @@ def describe(spec: ModelSpec) -> str:
         return f"{shape}; random weights"
     from safetensors import safe_open
 
-    with safe_open(next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file, framework="np") as file:
+    file = next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file
+    if file.suffix == ".gguf":
+        return shape
+    with safe_open(file, framework="np") as file:
         origin = (file.metadata() or {}).get("source")
     return f"{shape}; {origin}" if origin else shape

@@ -264,6 +264,11 @@ def attending_cpus(cpus: int) -> int:
     return cpus - (cpus >= MANY_CPUS)
 
 
+def cache_folder() -> Path:
+    """Return the folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
+
+
 def cache_bytes(root: Path = Path("/sys")) -> int:
     """Return the last-level caches of all processors together, in bytes; 0 if the kernel does not report them."""
     sizes: dict[tuple[int, str], int] = {}

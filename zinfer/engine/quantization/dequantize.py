@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from zinfer.checkpoint.gguf import BLOCKS
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.quantized_tensors import QuantizedWeight
 from zinfer.engine.read import DTYPES
@@ -81,6 +82,10 @@ def dequantize(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Tensor:
     dtype = DTYPES[weight.dtype]
     if parts["codes"].device.type == "meta":
         return torch.empty(weight.shape, dtype=dtype, device="meta")
+    if weight.format == "gguf" and not weight.bits:
+        assert weight.convert is not None
+        values = [_values(weight.kind, part).numpy() for part in parts.values()]
+        return torch.from_numpy(weight.convert(*values)).to(dtype)
     codes = canonical(weight, parts)
     out = torch.empty(codes.rows, codes.columns, dtype=dtype, device=codes.numbers.device)
     block = codes.block[0] if len(codes.scales) > 1 else 1
@@ -144,6 +149,8 @@ def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor
 
 def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:
     """Return a weight as `Codes`, from its stored tensors by role. Raises CheckpointError as `dequantize` does."""
+    if weight.format == "gguf":
+        return _gguf_codes(weight, parts)
     codes, scales, inner = parts["codes"], parts["scales"], DTYPES[weight.dtype]
     if weight.format in ("fp8", "fp8 or int8"):
         return _eight_bits(weight, codes, scales, parts.get("zeros"), inner)
@@ -239,6 +246,51 @@ def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner:
         transposed[1::2] = (even >> 4 | odd & 0xF0).t()
     grid = scales.view(torch.uint8).transpose(1, 2).reshape(-1, out)
     return Codes(numbers.flatten(0, 1), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
+
+
+# Blocks of GGUF
+
+
+def _gguf_codes(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:
+    blocks = parts["codes"]
+    if weight.convert is not None:
+        blocks = torch.from_numpy(weight.convert(*(part.numpy() for part in parts.values())))
+    if weight.block[0] == 1:
+        return block_codes(weight.kind, blocks, weight.name)
+    blocks = blocks.unflatten(-1, (-1, 17))
+    return _expert_codes(weight, _halves(blocks[..., 1:]), blocks[..., 0], torch.float32)
+
+
+def block_codes(kind: str, blocks: Tensor, name: str = "") -> Codes:
+    """Return blocks of a GGUF, ``[.., bytes of a row]``, as `Codes`.
+
+    These are the same bits in another order. Raises CheckpointError for a scale that is no number.
+    """
+    size, width, bits = BLOCKS[kind]
+    rows = blocks.reshape(-1, blocks.shape[-1] // width, width)
+    columns, block = rows.shape[1] * size, (1, size)
+    if kind == "MXFP4":
+        scales = rows[..., 0].contiguous()
+        if bool((scales == 255).any()):
+            raise CheckpointError(f"{name}: a scale is no number: the weights are damaged")
+        return Codes(_halves(rows[..., 1:]).flatten(1), columns, 4, "e2m1", scales, block, torch.float32, "e8m0")
+    scales, numbers = rows[..., :2].contiguous().view(torch.float16).squeeze(-1), rows[..., 2:]
+    # A byte of Q8_0 with its first bit turned is the number plus 128, as kernels read it.
+    numbers = _halves(numbers) if kind == "Q4_0" else numbers ^ 128
+    return Codes(numbers.flatten(1), columns, bits, f"middle{bits}", scales, block, torch.float32)
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """Return pairs of neighbours, of bytes with one of either half."""
+    return _pairs(torch.cat([codes & 15, codes >> 4], dim=-1))
+
+
+def _values(kind: str, part: Tensor) -> Tensor:
+    """Return a tensor of a GGUF, float32."""
+    if kind not in BLOCKS:
+        return part.to(torch.float32)
+    codes = block_codes(kind, part)
+    return expand(codes, torch.float32).view(*part.shape[:-1], codes.columns)
 
 
 def _column_codes(

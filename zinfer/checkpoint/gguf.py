@@ -25,7 +25,11 @@ from zinfer.system.host import cache_folder
 SUFFIX = ".gguf"
 # Types that are read: values as they are, and blocks of codes -> values of a block, bytes of it, and bits of a code.
 VALUES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-BLOCKS = {"Q4_0": (32, 18, 4), "Q8_0": (32, 34, 8), "MXFP4": (32, 17, 4)}
+BLOCKS = {
+    "Q4_0": (32, 18, 4), "Q4_1": (32, 20, 4), "Q8_0": (32, 34, 8), "MXFP4": (32, 17, 4),
+    "Q4_K": (256, 144, 4), "Q5_K": (256, 176, 5), "Q6_K": (256, 210, 6),
+}  # fmt: skip
+HELD = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}  # bytes in memory over those of the file: a scale of 6 bits takes a byte
 # Architectures that are read, where the installed transformers maps them; others might be read wrong without a word.
 ARCHITECTURES = (
     "gemma2", "gemma3", "gpt-oss", "llama", "mistral", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "stablelm",

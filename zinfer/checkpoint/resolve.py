@@ -174,7 +174,8 @@ def from_directory(path: Path) -> ModelSpec:
         if _layer(tensor) in range(spec.num_layers) and not is_ignored_tensor(tensor)
     }
     fp8 = sum(info.nbytes for tensor, info in inside.items() if tensor in stored and info.dtype == quantization.FP8)
-    ratio = min(1.0, sum(info.nbytes for info in inside.values()) / spec.streamed_bytes)
+    held = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in inside.values())
+    ratio = min(1.0, held / spec.streamed_bytes)
     return spec.model_copy(update={"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes})
 
 

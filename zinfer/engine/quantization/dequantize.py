@@ -5,7 +5,7 @@ Values equal those of each format's own library to the bit.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from zinfer.engine.read import DTYPES
 # Numbers of E2M1, the 4-bit floating-point type, by their codes.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 VALUES_AT_ONCE = 1 << 26  # values that are expanded at a time: each takes some 12 bytes besides
+SUPER = 256  # columns of a block of scales with factors of their own, in K-quants of GGUF
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index within its word of each of eight columns, which lie in a row
 _BYTES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}  # tables that are torch's types
 _BYTE_TABLES = {dtype: name for name, dtype in _BYTES.items()}
-_MIDDLES = {"middle4": 8, "middle8": 128, "whole4": 0, "whole8": 0}  # whole numbers less this
+# Whole numbers less this.
+_MIDDLES = {"middle4": 8, "middle6": 32, "middle8": 128, "whole4": 0, "whole5": 0, "whole8": 0}
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,13 @@ class Codes:
 
     A value is ``(table[code] - zero) * scale``, rounded to `inner` and then to the type of the entry. `numbers` are
     uint8 ``[rows, ceil(columns * bits / 8)]``, as many bits as released; of two codes of 4 bits the first one is in the
-    low bits. `scales`, and `zeros` if there are some, are ``[ceil(rows / block[0]), ceil(columns / block[1])]``; scales
-    of a type that few processors multiply are bytes, codes of `scale_table`, and all are divided by `divisor` and
-    multiplied by `factor`. `order`, int32 ``[columns]``, names the column of scales of each column where they do not
-    follow each other.
+    low bits. Of codes of 5 and 6 bits the low 4 bits come first, then the others of all columns. `scales`, and `zeros`
+    if there are some, are ``[ceil(rows / block[0]), ceil(columns / block[1])]``; scales of a type that few processors
+    multiply are bytes, codes of `scale_table`, and all are divided by `divisor` and multiplied by `factor`. `order`,
+    int32 ``[columns]``, names the column of scales of each column where they do not follow each other.
+
+    `supers` are factors of scales in blocks of `SUPER` columns, float16 ``[rows, columns / SUPER, 1 or 2]``. Zeros that
+    are no int16 are minimums: ``table[code] * scale - zero``, the zero times the second of the factors.
     """
 
     numbers: Tensor
@@ -50,26 +55,40 @@ class Codes:
     divisor: float = 1.0
     factor: float = 1.0
     order: Tensor | None = None
+    supers: Tensor | None = None
 
     @property
     def rows(self) -> int:
         return len(self.numbers)
 
+    @property
+    def plain(self) -> bool:
+        """True unless there are minimums, or factors of scales."""
+        return self.supers is None and not self.minimums
+
+    @property
+    def minimums(self) -> bool:
+        """True if zeros are subtracted from products with scales."""
+        return self.zeros is not None and self.zeros.dtype != torch.int16
+
     def fit(self, dtype: torch.dtype) -> bool:
         """Tell whether any codes stand for finite numbers in `dtype`."""
         largest = float(table(self.table, self.scales.device).nan_to_num(0.0, 0.0, 0.0).abs().max())
-        if self.zeros is not None:
-            largest += float(self.zeros.abs().max())
+        zero = 0.0 if self.zeros is None else float(_zero_values(self).abs().max())
         bound = min(torch.finfo(self.inner).max, torch.finfo(dtype).max)
         scale = float(_scale_values(self).abs().max()) * abs(self.factor)
-        return self.divisor != 0 and scale * largest / abs(self.divisor) <= bound
+        if self.minimums:
+            return scale * largest + zero <= bound
+        return self.divisor != 0 and scale * (largest + zero) / abs(self.divisor) <= bound
 
     def part(self, start: int, count: int) -> "Codes":
         """Return `count` rows from `start` on as views. All but the last have whole blocks."""
         first, last = start // self.block[0], -(-(start + count) // self.block[0])
         grid = slice(first, last) if len(self.scales) > 1 else slice(None)
         zeros = None if self.zeros is None else self.zeros[grid]
-        return replace(self, numbers=self.numbers[start : start + count], scales=self.scales[grid], zeros=zeros)
+        supers = None if self.supers is None else self.supers[grid]
+        numbers = self.numbers[start : start + count]
+        return replace(self, numbers=numbers, scales=self.scales[grid], zeros=zeros, supers=supers)
 
     def to(self, device: torch.device) -> "Codes":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -113,8 +132,12 @@ def table(name: str, device: torch.device) -> Tensor:
 def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return the matrix of `codes`, ``[rows, columns]`` in `dtype`."""
     numbers = codes.numbers
-    if codes.bits == 4:
-        numbers = torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(-2)[:, : codes.columns]
+    if codes.bits < 8:
+        low, high = numbers[:, : -(-codes.columns // 2)], numbers[:, codes.columns // 2 :]
+        numbers = torch.stack([low & 15, low >> 4], dim=-1).flatten(-2)[:, : codes.columns]
+        if (more := codes.bits - 4) > 0:
+            shifts = torch.arange(0, 8, more, dtype=torch.uint8, device=high.device)
+            numbers = numbers | (high[..., None] >> shifts & (1 << more) - 1).flatten(-2) << 4
     if codes.table in _BYTES:
         values = numbers.view(_BYTES[codes.table]).to(torch.float32)
     elif codes.table in _MIDDLES:
@@ -129,13 +152,30 @@ def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
     if codes.order is not None:
         block, order = (block[0], 1), codes.order.long()
         scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
+    if codes.minimums:
+        values = values * _spread(scales, values.shape, block) - _spread(_zero_values(codes), values.shape, block)
+        return values.to(codes.inner).to(dtype)
     if zeros is not None:
         values = values - _spread(zeros.to(torch.float32), values.shape, block)
     return (values * _spread(scales, values.shape, block)).to(codes.inner).to(dtype)
 
 
 def _scale_values(codes: Codes) -> Tensor:
-    return table(codes.scale_table, codes.scales.device)[codes.scales.int()] if codes.scale_table else codes.scales
+    scales = table(codes.scale_table, codes.scales.device)[codes.scales.int()] if codes.scale_table else codes.scales
+    return _multiplied(scales, codes.supers, 0)
+
+
+def _zero_values(codes: Codes) -> Tensor:
+    assert codes.zeros is not None
+    return _multiplied(codes.zeros.to(torch.float32), codes.supers, 1)
+
+
+def _multiplied(values: Tensor, supers: Tensor | None, number: int) -> Tensor:
+    """Return scales or minimums times their factors."""
+    if supers is None:
+        return values
+    factors = supers[..., number].to(torch.float32)
+    return values * factors.repeat_interleave(values.shape[1] // factors.shape[1], dim=1)
 
 
 def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
@@ -274,10 +314,49 @@ def block_codes(kind: str, blocks: Tensor, name: str = "") -> Codes:
         if bool((scales == 255).any()):
             raise CheckpointError(f"{name}: a scale is no number: the weights are damaged")
         return Codes(_halves(rows[..., 1:]).flatten(1), columns, 4, "e2m1", scales, block, torch.float32, "e8m0")
-    scales, numbers = rows[..., :2].contiguous().view(torch.float16).squeeze(-1), rows[..., 2:]
-    # A byte of Q8_0 with its first bit turned is the number plus 128, as kernels read it.
-    numbers = _halves(numbers) if kind == "Q4_0" else numbers ^ 128
-    return Codes(numbers.flatten(1), columns, bits, f"middle{bits}", scales, block, torch.float32)
+    if kind in ("Q4_0", "Q8_0", "Q4_1"):
+        scales, numbers = _half(rows[..., :2]), rows[..., 2 + 2 * (kind == "Q4_1") :]
+        # A byte of Q8_0 with its first bit turned is the number plus 128, as kernels read it.
+        numbers = numbers ^ 128 if kind == "Q8_0" else _halves(numbers)
+        zeros, name = (-_half(rows[..., 2:4]), "whole4") if kind == "Q4_1" else (None, f"middle{bits}")
+        return Codes(numbers.flatten(1), columns, bits, name, scales, block, torch.float32, zeros=zeros)
+    return _super_codes(kind, rows, columns)
+
+
+def _super_codes(kind: str, rows: Tensor, columns: int) -> Codes:
+    """Return super blocks, ``[rows, blocks, bytes]``, as `Codes`."""
+    bits, zeros, table_name, width = BLOCKS[kind][2], None, "whole8", 32
+    if kind == "Q6_K":
+        low, high, scales, factors = rows.split([128, 64, 16, 2], dim=-1)
+        low, high, table_name, width = low.unflatten(-1, (2, 1, 64)), high.unflatten(-1, (2, 1, 32)), "int8", 16
+    else:
+        factors, one, other, third, high, low = rows.split([4, 4, 4, 4, rows.shape[-1] - 144, 128], dim=-1)
+        low, high = low.unflatten(-1, (4, 1, 32)), high.unflatten(-1, (-1, 1, 32))
+        scales = torch.cat([one & 63, third & 15 | one >> 6 << 4], -1)
+        zeros = torch.cat([other & 63, third >> 4 | other >> 6 << 4], -1).flatten(1)
+    numbers = _pairs(_shifted(low, 4)).flatten(1)
+    if bits > 4:
+        numbers = torch.cat([numbers, _packed_bits(_shifted(high, bits - 4), bits - 4)], -1)
+    supers = _half(factors).unflatten(-1, (-1, 1 if zeros is None else 2))
+    return Codes(numbers, columns, bits, "middle6" if kind == "Q6_K" else f"whole{bits}", scales.flatten(1), (1, width),
+                 torch.float32, table_name, zeros, supers=supers)  # fmt: skip
+
+
+def _half(part: Tensor) -> Tensor:
+    """Return bytes as float16, ``[rows, numbers]``."""
+    return part.contiguous().view(torch.float16).flatten(1)
+
+
+def _shifted(part: Tensor, bits: int) -> Tensor:
+    """Split bytes ``[rows, .., 1, n]`` into values of `bits`: first the low ones of all n."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (part >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _packed_bits(values: Tensor, bits: int) -> Tensor:
+    """Pack values of 1 or 2 bits, the first one low."""
+    each = 8 // bits
+    return reduce(torch.bitwise_or, (values[:, number::each] << number * bits for number in range(each)))
 
 
 def _halves(codes: Tensor) -> Tensor:

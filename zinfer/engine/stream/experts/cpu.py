@@ -306,6 +306,8 @@ def matrix(
         coded = [layout for layout in layouts if isinstance(layout, CodesLayout) and layout.coded is None]
         if len(coded) < len(layouts) or any(layout.order for layout in coded):
             raise Unsupported("experts that are coded, or whose columns have an order of their own")
+        if any(layout.supers or layout.zero_dtype != torch.int16 for layout in coded):
+            raise Unsupported("experts in blocks with minimums, or with factors of scales")
         first = coded[0]
         names = "bits", "table", "block", "scale_dtype", "scale_table", "zeros", "inner"
         form = {(*(getattr(each, name) for name in names), each.grid[1], each.grid[0] > 1) for each in coded}
@@ -324,7 +326,7 @@ def matrix(
         made.table = (ctypes.c_float * len(values))(*values)
         for chunk in (chunk for expert in chunks for chunk in expert):
             layout: Any = chunk.layout
-            start, (scales, zeros, _) = base + chunk.start, layout.starts
+            start, (scales, zeros, *_) = base + chunk.start, layout.starts
             zero_points = start + zeros if layout.zeros else None
             parts.append(_Part(start, start + scales, zero_points, layout.rows, layout.factor / layout.divisor))
     made.parts = (_Part * len(parts))(*parts)

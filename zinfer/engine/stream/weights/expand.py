@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.quantization.dequantize import Codes
+from zinfer.engine.quantization.dequantize import SUPER, Codes
 from zinfer.engine.stream.weights import codec, decode
 from zinfer.engine.stream.weights.decode import BLOCK, LEVELS, escapes, exponents
 
@@ -35,6 +35,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         codes.scales,
         codes.zeros,
         codes.order,
+        codes.supers,
         table,
         scale_table,
         out,
@@ -43,11 +44,14 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         columns,
         codes.numbers.stride(0),
         codes.scales.shape[1],
-        FOUR=codes.bits == 4,
+        BITS=codes.bits,
         ROWS=0 if whole_rows else codes.block[0],
         COLUMNS=0 if whole_columns else codes.block[1],
         DIVIDED=codes.divisor != 1.0,
         MULTIPLIED=codes.factor != 1.0,
+        MINIMUMS=codes.minimums,
+        SUPERS=0 if codes.supers is None else codes.supers.shape[2],
+        SUPER_COLUMNS=SUPER,
         INNER=TYPES[codes.inner],
         BLOCK=block,
         num_warps=4,
@@ -98,6 +102,7 @@ def _expand(
     scales,
     zeros,
     order,
+    supers,
     table,
     scale_table,
     out,
@@ -106,20 +111,27 @@ def _expand(
     columns,
     stride,
     scale_columns,
-    FOUR: tl.constexpr,
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIVIDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    SUPERS: tl.constexpr,
+    SUPER_COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    if FOUR:
+    if BITS < 8:
         code = tl.load(codes + row * stride + column // 2, mask=inside, other=0).to(tl.int32)
         code = code >> (column % 2) * 4 & 15
+        if BITS > 4:
+            EACH: tl.constexpr = 8 // (BITS - 4)
+            high = tl.load(codes + row * stride + columns // 2 + column // EACH, mask=inside, other=0).to(tl.int32)
+            code += (high >> column % EACH * (BITS - 4) & (1 << BITS - 4) - 1) << 4
     else:
         code = tl.load(codes + row * stride + column, mask=inside, other=0).to(tl.int32)
     value = tl.load(table + code)
@@ -130,14 +142,24 @@ def _expand(
         scale_index += tl.load(order + column, mask=inside, other=0)
     elif COLUMNS > 0:
         scale_index += column // COLUMNS
-    if zeros is not None:
-        value -= tl.load(zeros + scale_index, mask=inside, other=0).to(tl.float32)
     scale = _scale(scales, scale_table, scale_index, inside)
+    if zeros is not None:
+        zero = tl.load(zeros + scale_index, mask=inside, other=0).to(tl.float32)
+        if not MINIMUMS:
+            value -= zero
+    if supers is not None:
+        factors = supers + (row * (columns // SUPER_COLUMNS) + column // SUPER_COLUMNS) * SUPERS
+        scale *= tl.load(factors, mask=inside, other=0).to(tl.float32)
+        if MINIMUMS:
+            zero *= tl.load(factors + 1, mask=inside, other=0).to(tl.float32)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
     if MULTIPLIED:
         scale = scale * factor
-    value = rounded(rounded(value * scale, INNER).to(tl.float32), out.dtype.element_ty)
+    value *= scale
+    if MINIMUMS:
+        value -= zero
+    value = rounded(rounded(value, INNER).to(tl.float32), out.dtype.element_ty)
     tl.store(out + row * columns + column, value, mask=inside)
 
 

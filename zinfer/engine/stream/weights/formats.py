@@ -1,19 +1,20 @@
 """Quantised matrices on the wire: rows of codes and scales in the released bits, unpacked into the layer buffer.
 
 A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and, if there are some, zero
-points and the order of the columns. FP8 codes (e4m3) are coded losslessly (`zinfer.engine.stream.weights.codec`) where
-that makes them smaller. On a GPU one launch unpacks a chunk (`zinfer.engine.stream.weights.expand`); on a CPU torch
-does so.
+points, the order of the columns and factors of scales. FP8 codes (e4m3) are coded losslessly
+(`zinfer.engine.stream.weights.codec`) where that makes them smaller. On a GPU one launch unpacks a chunk
+(`zinfer.engine.stream.weights.expand`); on a CPU torch does so.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zinfer.engine.quantization.dequantize import Codes, expand, table
+from zinfer.engine.quantization.dequantize import SUPER, Codes, expand, table
 from zinfer.engine.stream.weights import codec
 
 UNIT = 16  # bytes
@@ -42,6 +43,8 @@ class CodesLayout:
     inner: torch.dtype
     dtype: torch.dtype  # of the entry
     coded: codec.Layout | None = None  # given if the codes are coded losslessly
+    zero_dtype: torch.dtype = torch.int16
+    supers: int = 0  # factors of the scales of `SUPER` columns
 
     @property
     def numel(self) -> int:
@@ -53,11 +56,13 @@ class CodesLayout:
         return self.numel * self.dtype.itemsize
 
     @property
-    def _sections(self) -> tuple[int, int, int, int]:
-        """Sizes of codes, scales, zero points and order, in bytes."""
+    def _sections(self) -> tuple[int, int, int, int, int]:
+        """Sizes of codes, scales, zero points, order and factors, in bytes."""
         codes = self.coded.size if self.coded is not None else self.rows * (self.columns * self.bits // 8)
         count = self.grid[0] * self.grid[1]
-        return codes, count * self.scale_dtype.itemsize, 2 * count * self.zeros, 4 * self.columns * self.order
+        zeros, supers = count * self.zero_dtype.itemsize * self.zeros, 2 * self.supers * self.grid[0]
+        supers *= self.columns // SUPER
+        return codes, count * self.scale_dtype.itemsize, zeros, 4 * self.columns * self.order, supers
 
     @property
     def size(self) -> int:
@@ -65,21 +70,24 @@ class CodesLayout:
         return sum(map(_up, self._sections))
 
     @property
-    def starts(self) -> tuple[int, int, int]:
-        """Places of scales, zero points and order in the data, in bytes."""
-        first, second, third = accumulate(map(_up, self._sections[:3]))
-        return first, second, third
+    def starts(self) -> tuple[int, int, int, int]:
+        """Places of all parts but codes in the data, in bytes."""
+        first, second, third, fourth = accumulate(map(_up, self._sections[:4]))
+        return first, second, third, fourth
 
     def views(self, data: Tensor) -> Codes:
         """Return views of the codes in `data` (uint8). Coded ones have one dimension."""
         codes, *others = self._sections
-        scales, zeros, order = (data[start : start + size] for start, size in zip(self.starts, others, strict=True))
+        scales, zeros, order, supers = (
+            data[start : start + size] for start, size in zip(self.starts, others, strict=True)
+        )
         numbers = data[:codes]
         return Codes(
             numbers if self.coded is not None else numbers.view(self.rows, -1), self.columns, self.bits, self.table,
             scales.view(self.scale_dtype).view(self.grid), self.block, self.inner, self.scale_table,
-            zeros.view(torch.int16).view(self.grid) if self.zeros else None, self.divisor, self.factor,
+            zeros.view(self.zero_dtype).view(self.grid) if self.zeros else None, self.divisor, self.factor,
             order.view(torch.int32) if self.order else None,
+            supers.view(torch.float16).view(self.grid[0], -1, self.supers) if self.supers else None,
         )  # fmt: skip
 
 
@@ -110,7 +118,8 @@ def _continues(before: Codes, after: Codes) -> bool:
     def kind(codes: Codes) -> tuple[object, ...]:
         return (
             codes.columns, codes.bits, codes.table, codes.block, codes.inner, codes.scale_table, codes.divisor,
-            codes.factor, codes.scales.shape[1], codes.scales.dtype, codes.zeros is None,
+            codes.factor, codes.scales.shape[1], codes.scales.dtype, codes.zeros is None, codes.minimums,
+            codes.supers is None,
         )  # fmt: skip
 
     # One row of scales may be that of a whole matrix.
@@ -122,9 +131,12 @@ def _concatenate(group: list[Codes]) -> Codes:
     first = group[0]
     if len(group) == 1:
         return first
-    zeros = None if first.zeros is None else torch.cat([codes.zeros for codes in group if codes.zeros is not None])
-    numbers, scales = torch.cat([codes.numbers for codes in group]), torch.cat([codes.scales for codes in group])
-    return replace(first, numbers=numbers, scales=scales, zeros=zeros)
+    parts: dict[str, Any] = {
+        name: torch.cat([getattr(codes, name) for codes in group])
+        for name in ("numbers", "scales", "zeros", "supers")
+        if getattr(first, name) is not None
+    }
+    return replace(first, **parts)
 
 
 def encode_chunks(
@@ -138,16 +150,15 @@ def encode_chunks(
         step = max(1, step // codes.block[0]) * codes.block[0]
     codable = not plain and worth_coding(codes, dtype)
     for first in range(0, codes.rows, step):
-        rows, scale_rows = slice(first, min(first + step, codes.rows)), slice(None)
-        if codes.scales.shape[0] > 1:
-            scale_rows = slice(first // codes.block[0], -(-rows.stop // codes.block[0]))
-        scales, zeros = codes.scales[scale_rows], None if codes.zeros is None else codes.zeros[scale_rows]
+        part = codes.part(first, min(step, codes.rows - first))
+        numbers, scales, supers = part.numbers, part.scales, part.supers
         layout = CodesLayout(
-            rows.stop - rows.start, codes.columns, codes.bits, codes.table, codes.block, (len(scales), scales.shape[1]),
-            scales.dtype, codes.scale_table, zeros is not None, codes.order is not None, codes.divisor, codes.factor,
-            codes.inner, dtype,
+            part.rows, codes.columns, codes.bits, codes.table, codes.block, (len(scales), scales.shape[1]),
+            scales.dtype, codes.scale_table, part.zeros is not None, codes.order is not None, codes.divisor,
+            codes.factor, codes.inner, dtype,
+            zero_dtype=torch.int16 if part.zeros is None else part.zeros.dtype,
+            supers=0 if supers is None else supers.shape[2],
         )  # fmt: skip
-        numbers = codes.numbers[rows]
         if codable and offset % UNIT == 0:
             coded = codec.encode(numbers.view(torch.float8_e4m3fn))
             if coded is not None:
@@ -155,10 +166,10 @@ def encode_chunks(
         offset += layout.nbytes
         data = torch.zeros(layout.size, dtype=torch.uint8, device=codes.numbers.device)
         views = layout.views(data)
-        for view, part in ((views.numbers, numbers), (views.scales, scales), (views.zeros, zeros),
-                           (views.order, codes.order)):  # fmt: skip
-            if view is not None and part is not None:
-                view.copy_(part)
+        for view, values in ((views.numbers, numbers), (views.scales, scales), (views.zeros, part.zeros),
+                             (views.order, codes.order), (views.supers, supers)):  # fmt: skip
+            if view is not None and values is not None:
+                view.copy_(values)
         chunks.append((layout, data))
     return chunks
 

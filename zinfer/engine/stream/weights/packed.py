@@ -77,8 +77,8 @@ class _StoredRows(BaseModel):
     @classmethod
     def of(cls, layout: CodesLayout) -> "_StoredRows":
         """Return a layout as it is stored. Raises EngineError for one with an order."""
-        if layout.order:
-            raise EngineError("its columns are in another order than their scales, and cross the link as they are")
+        if layout.order or layout.supers or layout.zero_dtype != torch.int16:
+            raise EngineError("its columns have another order than scales, or minimums, and cross the link as they are")
         fields = {name: getattr(layout, name) for name in cls.model_fields}
         types = {name: str(fields[name])[6:] for name in ("scale_dtype", "inner", "dtype")}
         coded = layout.coded and [layout.coded.numel, *layout.coded.sections]

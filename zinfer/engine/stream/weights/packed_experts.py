@@ -157,12 +157,6 @@ def _codes_of_expert(matrices: Sequence[Codes], number: int, count: int) -> list
         return None
     (codes,) = matrices
     rows = codes.rows // count
-    scale_rows = slice(None)
-    if codes.scales.shape[0] > 1:
-        if rows % codes.block[0]:
-            return None
-        scale_rows = slice(number * rows // codes.block[0], (number + 1) * rows // codes.block[0])
-    numbers, scales = codes.numbers[number * rows :][:rows], codes.scales[scale_rows]
-    return [
-        replace(codes, numbers=numbers, scales=scales, zeros=None if codes.zeros is None else codes.zeros[scale_rows])
-    ]
+    if codes.scales.shape[0] > 1 and rows % codes.block[0]:
+        return None
+    return [codes.part(number * rows, rows)]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import GGUF_CONFIG_MAPPING
 
 Kind = gguf.GGMLQuantizationType
 BASE: dict[str, Any] = {
@@ -45,7 +46,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", "starcoder2", {"tie_word_embeddings": True}),
     "stablelm": ("stablelm", "stablelm", {"partial_rotary_factor": 0.25}),
 }  # fmt: skip
-FLOATS = {Kind.F32, Kind.F16, Kind.BF16}
+if "gpt_oss" not in GGUF_CONFIG_MAPPING:  # before transformers 5.10
+    del MODELS["gpt-oss"]
 BLOCKS = {Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}  # random blocks: where the first of their factors is
 
 
@@ -123,12 +125,12 @@ def stored(values: np.ndarray, kind: Any, dice: np.random.Generator) -> np.ndarr
 
 
 def write(
-    name: str, path: Path, kind: Any, split: int = 0, tokens: bool = False, more: dict[str, Any] | None = None
+    name: str, path: Path, kind: Any, split: int = 0, tokens: str = "", more: dict[str, Any] | None = None
 ) -> Any:
     """Write a GGUF; return the model whose weights are those that it stands for.
 
     Matrices of layers are of type `kind` where their rows are whole blocks. With `split`, tensors are spread over files
-    of as many. `more` are other fields of the metadata.
+    of as many. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``; `more` are other fields of the metadata.
     """
     arch, model_type, fields = MODELS[name]
     model = model_of(name)
@@ -137,7 +139,8 @@ def write(
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     describe(writer, arch, model, config, tokens)
     for key, value in (more or {}).items():
-        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
+        key = key if key.startswith("tokenizer.") else f"{arch}.{key}"
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     dice = np.random.default_rng(0)
     with torch.no_grad():
         tied = {id(model.get_output_embeddings().weight)} if config["tie_word_embeddings"] else set()
@@ -169,7 +172,7 @@ def write(
     return model
 
 
-def describe(writer: Any, arch: str, model: Any, config: dict[str, Any], tokens: bool) -> None:
+def describe(writer: Any, arch: str, model: Any, config: dict[str, Any], tokens: str) -> None:
     """Write the metadata."""
     writer.add_name("a small model")
     writer.add_context_length(config["max_position_embeddings"])
@@ -205,11 +208,15 @@ def describe(writer: Any, arch: str, model: Any, config: dict[str, Any], tokens:
     writer.add_pad_token_id(0)
     if tokens:
         letters = [chr(code) for code in range(33, 127)]
-        vocabulary = ["<s>", "</s>", *letters, "Ġ", "th", "the"]
-        vocabulary += [f"t{n}" for n in range(config["vocab_size"] - len(vocabulary))]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        writer.add_token_list(vocabulary)
-        writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(vocabulary) - 2))
-        writer.add_token_merges(["t h", "th e"])
+        vocabulary = ["<s>", "</s>", *letters, "Ġ" if tokens == "gpt2" else "▁", "th", "the"]
+        count = config["vocab_size"] - len(vocabulary)
+        writer.add_tokenizer_model(tokens)
+        if tokens == "gpt2":
+            writer.add_tokenizer_pre("qwen2")
+            writer.add_token_merges(["t h", "th e"])
+        else:  # bytes, so that each text has tokens
+            writer.add_token_scores([0.0] * 2 + [-float(n) for n in range(len(vocabulary) - 2)] + [0.0] * count)
+        kinds = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(vocabulary) - 2)
+        writer.add_token_list(vocabulary + [f"<0x{n:02X}>" for n in range(count)])
+        writer.add_token_types(kinds + [gguf.TokenType.BYTE] * count)
         writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")

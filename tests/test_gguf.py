@@ -34,6 +34,7 @@ from zinfer.engine import read  # noqa: E402
 from zinfer.engine.quantization.dequantize import Codes, block_codes, expand  # noqa: E402
 from zinfer.engine.state import ModelState  # noqa: E402
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack  # noqa: E402
+from zinfer.generation.tokenizer import load_tokenizer  # noqa: E402
 
 TYPES = [Kind[name] for name in (*reader.BLOCKS, *reader.VALUES)]
 BITS = {kind.name: 8 * width / size for kind, (size, width) in gguf.GGML_QUANT_SIZES.items()}
@@ -125,7 +126,7 @@ def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt-oss", "mixtral")])
 def test_the_configuration_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     """Fields that transformers reads are taken; the model is the written one."""
-    model = ggufs.write(name, tmp_path / "m.gguf", Kind.F16, tokens=True)
+    model = ggufs.write(name, tmp_path / "m.gguf", Kind.F16, tokens="gpt2")
     ours = dict(Checkpoint.open(tmp_path / "m.gguf").config)
     theirs = load_gguf_checkpoint(str(tmp_path / "m.gguf"))["config"]
     theirs.pop("_model_name_or_path")
@@ -205,20 +206,38 @@ def test_the_type_of_unquantised_weights_is_kept(kind: Any, tmp_path: Path) -> N
     assert (spec.dtype, spec.stored_ratio) == (reader.VALUES[kind.name], 1)
 
 
-def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, cache: Path) -> None:
-    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q8_0, tokens=True)
+@pytest.mark.parametrize("begins", [True, False, None])
+@pytest.mark.parametrize("tokens", ["gpt2", "llama"])
+def test_the_tokenizer_is_that_of_transformers(tokens: str, begins: bool | None, tmp_path: Path, cache: Path) -> None:
+    """Texts begin as the file says, which some versions of transformers ignore."""
+    more = {} if begins is None else {"tokenizer.ggml.add_bos_token": begins}
+    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q8_0, tokens=tokens, more=more)
     folder = tokenizer_files.folder_of(resolve(str(tmp_path / "m.gguf")))
     assert folder is not None
     assert folder.parent == cache / "zinfer"
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    ours = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    first = [0] if begins or (begins is None and tokens == "llama") else []
     for text in ("the other", "  a b\nc", "t9 the<s>"):
-        assert ours(text).input_ids == theirs(text).input_ids
-        assert ours.decode(ours(text).input_ids) == theirs.decode(theirs(text).input_ids)
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ours(text, add_special_tokens=False).input_ids == ids
+        assert ours(text).input_ids == first + ids
+        assert ours.decode(ids) == theirs.decode(ids)
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1]}
-    words = ("--model", "m.gguf", "--offload", "cpu", "--output-len", "4", "--prompt", "the other")
-    done = zinfer(tmp_path, "run", *words)
+
+
+def test_a_prompt_is_answered(tmp_path: Path) -> None:
+    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q4_K, tokens="gpt2")
+    words = ("--model", "m.gguf", "--offload", "cpu", "--output-len", "4", "--chat", "--prompt", "the other")
+    done = zinfer(tmp_path, "run", *words, stdin="the other\n")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_copy_in_another_format_is_refused(tmp_path: Path) -> None:
+    ggufs.write("llama", tmp_path / "m.gguf", Kind.F16)
+    done = zinfer(tmp_path, "pack", "--model", "m.gguf", "--weights", "int4", "-o", "out")
+    assert done.returncode == 2
+    assert "m.gguf is a GGUF: zinfer quantises checkpoints in safetensors" in done.stderr
 
 
 def cut(file: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -49,7 +50,7 @@ _MORE = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.freq_base": "rope_theta",
 }
-_PARTLY_ROTATED = {"nemotron", "phi3", "stablelm"}  # model types whose rope.dimension_count is not all of a head
+_PARTLY_ROTATED = {"phi3", "stablelm"}  # model types whose rope.dimension_count is not all of a head
 _SCALINGS = {
     "factor": "factor", "original_context_length": "original_max_position_embeddings",
     "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
@@ -127,54 +128,48 @@ def read(parts: tuple[Path, ...]) -> Gguf:
     cache = _cached(parts, ".json")
     with suppress(OSError, ValueError):
         return Gguf.model_validate_json(read_bytes(cache))
-    fields, tensors, values = dict[str, Any](), dict[str, Place](), dict[str, Any]()
+    fields, tensors = dict[str, Any](), dict[str, Place]()
     for number, part in enumerate(parts):
-        _read_part(number, part, fields, tensors, values)
+        _read_part(number, part, fields, tensors)
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or not tensors:
         raise GgufError(f"{parts[0]} is no GGUF of a language model: it names no architecture, or holds no tensors")
     for name, place in tensors.items():
         if place.type not in {*VALUES, *BLOCKS}:
-            raise GgufError(
-                f"{parts[place.part]} holds {name} as {place.type}: zinfer reads {', '.join((*BLOCKS, *VALUES))}"
-            )
-    config = _config(parts[0], architecture, fields, tensors, values)
+            known = ", ".join((*BLOCKS, *VALUES))
+            raise GgufError(f"{parts[place.part]} holds {name} as {place.type}: zinfer reads {known}")
+    config = _config(parts[0], architecture, fields, tensors)
     result = Gguf(architecture=architecture, config=config, tensors=tensors)
     with suppress(OSError):  # without the file it is parsed again next time
         atomic.write(cache, result.model_dump_json())
     return result
 
 
-def _read_part(
-    number: int, part: Path, fields: dict[str, Any], tensors: dict[str, Place], values: dict[str, Any]
-) -> None:
-    """Add metadata, places of tensors, and the values of `ROTATION`."""
+def _read_part(number: int, part: Path, fields: dict[str, Any], tensors: dict[str, Place]) -> None:
+    """Add metadata, with the values of `ROTATION`, and places of tensors."""
     from gguf import GGUFReader
 
     open_regular(part).close()
     try:
         reader = GGUFReader(str(part))
-        size = part.stat().st_size
         for name, field in reader.fields.items():
             if len(field.data) <= _LONG:
                 fields.setdefault(name, field.contents())
         for tensor in reader.tensors:
             end = int(tensor.data_offset + tensor.n_bytes)
-            if end > size or tensor.name in tensors:
+            if end > part.stat().st_size or tensor.name in tensors:
                 raise ValueError(f"{tensor.name} lies outside of the file, or is stored twice")
             shape = tuple(int(length) for length in reversed(tensor.shape))
             tensors[tensor.name] = Place(number, tensor.tensor_type.name, shape, int(tensor.data_offset), end)
             if tensor.name == ROTATION:
-                values[ROTATION] = tensor.data.tolist()
+                fields[ROTATION] = tensor.data.tolist()
     except OSError:
         raise
     except Exception as error:  # the library raises many kinds
         raise GgufError(f"{part} is damaged or cut off ({error_line(error)[:120]}): copy it again") from None
 
 
-def _config(
-    file: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Place], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def _config(file: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Place]) -> dict[str, Any]:
     """Return the configuration. Raises GgufError for an architecture that is not read."""
     from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
@@ -204,8 +199,8 @@ def _config(
             config.setdefault(key, field(name))
     if kind == "gpt_oss" and "moe_intermediate_size" in config:
         config["intermediate_size"] = config["moe_intermediate_size"]
-    if "token_embd.weight" in tensors:
-        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    if (embedding := tensors.get("token_embd.weight")) is not None:
+        config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     width = config.get("head_dim") or (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
     rotated = field("rope.dimension_count")
@@ -214,7 +209,8 @@ def _config(
     if kind in ("gemma2", "gemma3_text"):
         large = config.get("num_hidden_layers") in _27B
         config["query_pre_attn_scalar"] = config["hidden_size"] / config["num_attention_heads"] if large else width
-    if (scaling := _scaling(file, field, kind, config, width, values.get(ROTATION))) is not None:
+    theta = float(config.get("rope_theta") or 10000.0)
+    if (scaling := _scaling(file, field, kind, theta, width, fields.get(ROTATION))) is not None:
         config["rope_scaling"] = scaling
     if factors := next(filter(_FACTORS.fullmatch, tensors), None):
         raise GgufError(f"{file} holds {factors}: transformers takes no factors of positions from a GGUF")
@@ -223,17 +219,14 @@ def _config(
 
 
 def _scaling(
-    file: Path, field: Callable[[str], Any], kind: str, config: Mapping[str, Any], width: int, rotation: Any
+    file: Path, field: Callable[[str], Any], kind: str, theta: float, width: int, rotation: Any
 ) -> dict[str, Any] | None:
     """Return how positions are stretched, as `rope_scaling`. Raises GgufError for an unknown way."""
     if rotation is not None and max(rotation) != 1:
-        scaling = {"rope_type": "llama3", "factor": float(max(rotation)), "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-        if not _is_llama3(rotation, float(config.get("rope_theta") or 10000.0), width):
-            raise GgufError(
-                f"{file} holds {ROTATION} with other factors than those of Llama 3: zinfer cannot tell them"
-            )
-        return scaling
+        if not _is_llama3(rotation, theta, width):
+            raise GgufError(f"{file} holds {ROTATION} with other factors than those of Llama 3")
+        return {"rope_type": "llama3", "factor": float(max(rotation)), "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
     method = field("rope.scaling.type")
     if method in (None, "none"):
         return None
@@ -261,11 +254,10 @@ def _is_llama3(rotation: list[float], theta: float, width: int) -> bool:
 
 def _dtype(tensors: Mapping[str, Place]) -> str:
     """Return the type of the model: that of most bytes, bfloat16 if they are codes."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for place in tensors.values():
-        kind = VALUES.get(place.type, "bfloat16")
-        sizes[kind] = sizes.get(kind, 0) + place.end - place.start
-    return max(sizes, key=lambda kind: sizes[kind])
+        sizes[VALUES.get(place.type, "bfloat16")] += place.end - place.start
+    return sizes.most_common(1)[0][0]
 
 
 def tokenizer(parts: tuple[Path, ...]) -> Path:
@@ -276,15 +268,24 @@ def tokenizer(parts: tuple[Path, ...]) -> Path:
     folder = _cached(parts, "-tokenizer")
     if (folder / "generation_config.json").is_file():
         return folder
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     fields = dict[str, Any]()
-    _read_part(0, parts[0], fields, {}, {})
+    _read_part(0, parts[0], fields, {})
+    first = fields.get("tokenizer.ggml.bos_token_id")
+    begins = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
     ends = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
     with scratch.folder(folder.parent, "tokenizer") as made:
         try:
-            AutoTokenizer.from_pretrained(parts[0].parent, gguf_file=parts[0].name).save_pretrained(made.path)
+            hf = AutoTokenizer.from_pretrained(parts[0].parent, gguf_file=parts[0].name)
+            if first is not None and (hf("a").input_ids[:1] == [first]) != begins:  # some versions leave it out
+                start = f"{hf.convert_ids_to_tokens(first)} " if begins else ""
+                hf.backend_tokenizer.post_processor = TemplateProcessing(
+                    f"{start}$A", f"{start}$A {start}$B:1", [(start.strip(), first)] if begins else []
+                )
+            hf.save_pretrained(made.path)
         except Exception as error:
             reason = error_line(error)[:160]
             raise GgufError(f"{parts[0]}: transformers cannot make its tokenizer ({reason})") from None

@@ -60,10 +60,9 @@ class _Names:
         config = model.config.to_dict() | dict(checkpoint.config)
         self._processor: Any = TENSOR_PROCESSORS.get(checkpoint.architecture, TensorProcessor)(config=config)
         # The map goes down to each module, which would take long; only a base model's own names are needed.
-        inner = _Shell(model.base_model, model.config) if model.base_model is not model else None
-        shell: Any = _Shell(model, model.config, {} if inner is None else {model.base_model_prefix: inner})
+        inner = {} if model.base_model is model else {model.base_model_prefix: _shell(model.base_model, {})}
         self.names: Mapping[str, str] = get_gguf_hf_weights_map(
-            shell, self._processor, checkpoint.architecture, self.depth
+            _shell(model, inner), self._processor, checkpoint.architecture, self.depth
         )
 
     def unknown(self, name: str) -> CheckpointError:
@@ -74,24 +73,21 @@ class _Names:
 
     def add(self, name: str, info: TensorInfo, target: str) -> None:
         """Add a tensor that is one of the model's."""
-        convert, by_rows = self._change(name, info.shape)
-        self._add(target, info, convert, by_rows)
-
-    def _add(self, target: str, info: TensorInfo, convert: Convert | None = None, by_rows: bool = False) -> None:
-        self.tensors[target] = as_bytes(info)
+        self.tensors[target], (convert, by_rows) = as_bytes(info), self._change(name, info.shape)
         if info.dtype in BLOCKS or convert is not None:
-            shape = info.shape if convert is None or by_rows else _shape(convert, info.shape)
-            self._weigh(target, info, shape, {"codes": target}, convert, by_rows)
+            whole = convert is None or by_rows
+            shape = info.shape if whole or convert is None else convert(np.empty(info.shape, np.float32)).shape
+            self._weigh(target, info, shape, {"codes": target}, convert, whole)
 
     def _weigh(
         self, name: str, info: TensorInfo, shape: tuple[int, ...], parts: Mapping[str, str], convert: Convert | None,
-        by_rows: bool = False, transposed: bool = False,
+        whole: bool = False, transposed: bool = False,
     ) -> None:  # fmt: skip
+        """Note a weight; it is made of `whole` rows, or of values. Rows of a `transposed` one are columns."""
         size, _, bits = BLOCKS.get(info.dtype, (1, 1, 0))
         block = (size, 1) if transposed else (1, size)
-        kept = convert is None or by_rows
         self.weights[name] = QuantizedWeight(
-            name, "gguf", shape, self._dtype, parts, block, bits if kept else 0, kind=info.dtype, convert=convert
+            name, "gguf", shape, self._dtype, parts, block, bits if whole else 0, kind=info.dtype, convert=convert
         )
 
     def _change(self, name: str, shape: tuple[int, ...]) -> tuple[Convert | None, bool]:
@@ -101,8 +97,9 @@ class _Names:
             kept: dict[str, Any] = {"parsed_parameters": {"tensors": {}}, "tensor_key_mapping": {}}
             return np.ascontiguousarray(self._processor.process(values, name, **kept).weights)
 
-        rows = np.arange(shape[0], dtype=np.float32)
-        probe = rows if len(shape) == 1 else rows.reshape(-1, *(1 for _ in shape[1:]))
+        if _EXPERTS.fullmatch(name):
+            return None, False
+        probe = np.arange(shape[0], dtype=np.float32).reshape(-1, *(1 for _ in shape[1:]))
         try:
             with np.errstate(all="ignore"):
                 moved = convert(probe)
@@ -114,27 +111,22 @@ class _Names:
 
     def add_experts(self, name: str, info: TensorInfo, layer: int, role: str, leaf: str) -> None:
         """Add a stack of experts: tensors of single experts, or a stack that is used as it is stored."""
-        if layer >= self.depth:
-            raise self.unknown(name)
-        sources = dict(self._sources(layer))
-        matrix, experts = sources.get(role, ("", 0))
-        if not matrix or info.shape[0] != experts:
+        matrix, experts = dict(self._sources(layer)).get(role, ("", 0))
+        if not matrix or info.shape[0] != experts or ("*" in matrix and leaf != "weight"):
             raise self.unknown(name)
         if "*" not in matrix:
             self._add_stack(name, info, matrix, role, leaf)
             return
-        if leaf != "weight":
-            raise self.unknown(name)
         size = info.nbytes // experts
         for expert in range(experts):
             start = info.start + expert * size
             one = info._replace(shape=info.shape[1:], start=start, end=start + size)
-            self._add(f"{matrix.replace('*', str(expert))}.weight", one)
+            self.add(name, one, f"{matrix.replace('*', str(expert))}.weight")
 
     def _sources(self, layer: int) -> Iterator[tuple[str, tuple[str, int]]]:
         """Yield role, name and number of a layer's experts."""
         found: dict[str, list[tuple[str, int]]] = {}
-        for matrix, _, entry in self._find(self._layers[layer]):
+        for matrix, _, entry in self._find(self._layers[layer]) if layer < self.depth else ():
             if matrix.experts:
                 found.setdefault(entry, []).append((f"{self._stack}.{layer}.{matrix.name}", matrix.experts))
         for several in found.values():
@@ -149,29 +141,24 @@ class _Names:
         if self._checkpoint.architecture != "gpt-oss":
             raise self.unknown(name)
         self.tensors[name] = as_bytes(info)
-        target = matrix if leaf == "weight" else f"{matrix}_bias"
-        other = name.replace("_gate_", "_up_")
         if role == "up":  # with its gate
             return
+        other = name.replace("_gate_", "_up_")
         parts = {"codes": name} if role == "down" else {"codes": name, "up": other}
         like = self._checkpoint.tensors.get(other, info)
         if (like.dtype, like.shape) != (info.dtype, info.shape):
             raise self.unknown(other)
-        experts, out = info.shape[0], info.shape[1] * len(parts)
+        experts, out, kept = info.shape[0], info.shape[1] * len(parts), info.dtype == "MXFP4"
         if leaf == "bias":
-            self._weigh(target, info, (experts, out), parts, partial(_together, False))
-        elif info.dtype == "MXFP4":
-            self._weigh(target, info, (experts, info.shape[2], out), parts, partial(_together, False), True, True)
+            self._weigh(f"{matrix}_bias", info, (experts, out), parts, partial(_together, False))
         else:
-            self._weigh(target, info, (experts, info.shape[2], out), parts, partial(_together, True))
+            shape = (experts, info.shape[2], out)
+            self._weigh(matrix, info, shape, parts, partial(_together, not kept), kept, kept)
 
 
-class _Shell:
-    """Model as the map of names needs it."""
-
-    def __init__(self, model: Any, config: Any, children: "dict[str, _Shell] | None" = None) -> None:
-        self.config, self.state_dict = SimpleNamespace(**vars(config)), model.state_dict
-        self.named_children = (children or {}).items
+def _shell(model: Any, children: Mapping[str, Any]) -> Any:
+    """Return what the map of names needs of a model."""
+    return SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=children.items)
 
 
 def as_bytes(info: TensorInfo) -> TensorInfo:
@@ -186,7 +173,3 @@ def _together(transposed: bool, *parts: Any) -> Any:
     """Return one stack of gate and up, their rows in turns."""
     both = np.stack(parts, 2).reshape(len(parts[0]), -1, *parts[0].shape[2:])
     return np.ascontiguousarray(both.swapaxes(1, 2)) if transposed else both
-
-
-def _shape(convert: Convert, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(convert(np.empty(shape, np.float32)).shape)

@@ -44,10 +44,7 @@ class CheckpointError(ZinferError):
 
 
 class TensorInfo(NamedTuple):
-    """Location of a tensor: bytes ``[start, end)`` of `file`.
-
-    `dtype` is as safetensors spells it (``BF16``), or a type of blocks of a GGUF (``Q4_0``).
-    """
+    """Location of a tensor: bytes ``[start, end)`` of `file`. `dtype` is a name of safetensors or GGUF (``BF16``)."""
 
     file: Path
     dtype: str
@@ -140,9 +137,7 @@ def _gguf(path: Path) -> Checkpoint | None:
         read = gguf.read(parts)
         configuration.check(read.config, parts[0])
     _check_names(parts[0], read.tensors)
-    tensors = {
-        name: TensorInfo(parts[at.part], at.type, at.shape, at.start, at.end) for name, at in read.tensors.items()
-    }
+    tensors = {name: TensorInfo(parts[place.part], *place[1:]) for name, place in read.tensors.items()}
     return Checkpoint(parts[0].parent, read.config, tensors, parts[:1], read.architecture)
 
 

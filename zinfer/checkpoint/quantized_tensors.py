@@ -18,18 +18,9 @@ from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, group
 from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 Format = Literal[
-    "fp8",
-    "int",
-    "fp8 or int8",
-    "nvfp4",
-    "mxfp4",
-    "mxfp4 experts",
-    "gptq",
-    "awq",
-    "modelopt fp8",
-    "modelopt nvfp4",
+    "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4",
     "gguf",
-]
+]  # fmt: skip
 # Ends of names whose tensors belong to quantised activations and KV caches; here these are of the model's type.
 ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale")
 EIGHT_BITS = {FP8, "F8_E5M2", "I8"}

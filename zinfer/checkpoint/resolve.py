@@ -41,9 +41,7 @@ def resolve(
     path = Path(reference).expanduser()
     if (name := catalogue_name(reference)) is not None:
         spec = from_catalogue(name)
-    elif os.path.isdir(path) or (
-        os.path.isfile(path) and path.suffix in (".json", gguf.SUFFIX)
-    ):  # of a name of any length
+    elif os.path.isdir(path) or (path.suffix in (".json", gguf.SUFFIX) and os.path.isfile(path)):  # a name may be long
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
         is_file = f"{reference} is a file: --model takes the folder that holds config.json and the safetensors"

@@ -103,10 +103,8 @@ def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vis
             if checkpoint.architecture:  # a GGUF
                 yield {name: _mapped(name, info) for name, info in infos.items()}
                 continue
-            readers = {
-                file: stack.enter_context(safe_open(file, framework="pt"))
-                for file in {info.file for info in infos.values()}
-            }
+            files = {info.file for info in infos.values()}
+            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
             yield {name: readers[info.file].get_slice(name) for name, info in infos.items()}
 
 

@@ -167,11 +167,10 @@ def describe(spec: ModelSpec) -> str:
     )
     if spec.directory is None:
         return f"{shape}; random weights"
+    if spec.directory.endswith(".gguf"):
+        return shape
     from safetensors import safe_open
 
-    file = next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file
-    if file.suffix == ".gguf":
-        return shape
-    with safe_open(file, framework="np") as file:
+    with safe_open(next(iter(Checkpoint.open(Path(spec.directory)).tensors.values())).file, framework="np") as file:
         origin = (file.metadata() or {}).get("source")
     return f"{shape}; {origin}" if origin else shape

@@ -118,6 +118,8 @@ def write(
     checkpoint = Checkpoint.open(source)
     if quantization.settings_of(checkpoint.config) is not None:
         raise EngineError(f"{spec.name} is stored quantised already: it is used as it is")
+    if checkpoint.architecture:
+        raise EngineError(f"{spec.name} is a GGUF: zinfer quantises checkpoints in safetensors")
     if "text_config" in checkpoint.config:
         raise EngineError(f"{spec.name} is a multimodal checkpoint: zinfer quantises those of text models")
     state, dtype = ModelState(spec, "safetensors"), getattr(torch, spec.dtype)

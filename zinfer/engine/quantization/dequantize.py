@@ -24,8 +24,7 @@ SUPER = 256  # columns of a block of scales with factors of their own, in K-quan
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index within its word of each of eight columns, which lie in a row
 _BYTES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}  # tables that are torch's types
 _BYTE_TABLES = {dtype: name for name, dtype in _BYTES.items()}
-# Whole numbers less this.
-_MIDDLES = {"middle4": 8, "middle6": 32, "middle8": 128, "whole4": 0, "whole5": 0, "whole8": 0}
+_MIDDLES = {"middle4": 8, "middle6": 32, "middle8": 128, "whole4": 0, "whole5": 0, "whole8": 0}  # numbers less this
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,6 @@ class Codes:
         return len(self.numbers)
 
     @property
-    def plain(self) -> bool:
-        """True unless there are minimums, or factors of scales."""
-        return self.supers is None and not self.minimums
-
-    @property
     def minimums(self) -> bool:
         """True if zeros are subtracted from products with scales."""
         return self.zeros is not None and self.zeros.dtype != torch.int16
@@ -77,9 +71,8 @@ class Codes:
         zero = 0.0 if self.zeros is None else float(_zero_values(self).abs().max())
         bound = min(torch.finfo(self.inner).max, torch.finfo(dtype).max)
         scale = float(_scale_values(self).abs().max()) * abs(self.factor)
-        if self.minimums:
-            return scale * largest + zero <= bound
-        return self.divisor != 0 and scale * (largest + zero) / abs(self.divisor) <= bound
+        most = scale * largest + zero * (1.0 if self.minimums else scale)
+        return self.divisor != 0 and most / abs(self.divisor) <= bound
 
     def part(self, start: int, count: int) -> "Codes":
         """Return `count` rows from `start` on as views. All but the last have whole blocks."""
@@ -286,9 +279,6 @@ def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner:
         transposed[1::2] = (even >> 4 | odd & 0xF0).t()
     grid = scales.view(torch.uint8).transpose(1, 2).reshape(-1, out)
     return Codes(numbers.flatten(0, 1), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
-
-
-# Blocks of GGUF
 
 
 def _gguf_codes(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:

@@ -94,9 +94,9 @@ def form_of(parts: Sequence[Codes], shape: Sequence[int], dtype: torch.dtype) ->
     inputs, ``[E, K, N]``, as rows that share scales tell, the result is ``[E, N, K]``. None if the kernels cannot read
     it: columns in an order of their own, odd sizes, or a type that they do not know."""
     first = parts[0]
-    others = {"numbers": None, "scales": None, "zeros": None, "supers": None, "divisor": 1.0, "factor": 1.0}
+    others = {"numbers": None, "scales": None, "zeros": None, "divisor": 1.0, "factor": 1.0}
     alike = {(repr(replace(part, **others)), part.zeros is None) for part in parts}  # type: ignore[arg-type]
-    if len(alike) > 1 or dtype not in TYPES or not first.plain or any(part.order is not None for part in parts):
+    if len(alike) > 1 or dtype not in TYPES or any(part.order is not None for part in parts):
         return None
     numbers, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("numbers", "scales"))
     zeros = torch.cat([part.zeros for part in parts if part.zeros is not None]) if first.zeros is not None else None
@@ -144,6 +144,8 @@ def _factors(parts: Sequence[Codes], rows: int, count: int) -> tuple[float, ...]
 
 
 def _kind_of(codes: Codes) -> str | None:
+    if codes.supers is not None or codes.minimums:
+        return None
     if codes.table in _MIDDLES and not codes.scale_table:
         return f"uint{codes.bits}"
     if codes.table == "e2m1" and codes.scale_table in ("e8m0", "e4m3"):

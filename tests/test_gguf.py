@@ -107,20 +107,41 @@ def test_weights_are_those_of_the_package(name: str, kind: Any, tmp_path: Path) 
     check_weights(tmp_path / "m.gguf", ggufs.write(name, tmp_path / "m.gguf", kind))
 
 
+def expected_text(model: Any) -> Tensor:
+    ids, mask = prompts(LENGTHS)
+    model.generation_config.eos_token_id = None
+    text: Tensor = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    return text[:, ids.shape[1] :]
+
+
 @pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
 def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) -> None:
     """Weights come from the file as they are stored, over the link."""
     kind = Kind.MXFP4 if name == "gpt-oss" else TYPES[number % len(TYPES)]
     model, file = ggufs.write(name, tmp_path / "m.gguf", kind), tmp_path / "m.gguf"
-    ids, mask = prompts(LENGTHS)
-    model.generation_config.eos_token_id = None
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, ids.shape[1] :]
     engine = load_engine("stream", file, "cpu", tmp_path, weight_codec="lossless")
-    assert torch.equal(greedy(engine, LENGTHS), expected)
+    assert torch.equal(greedy(engine, LENGTHS), expected_text(model))
     spec, effective = engine.plan.model, engine.effective()
     engine.close()
     if kind.name in reader.BLOCKS:
         assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mixtral", "Q4_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q5_K"), ("gpt-oss", "MXFP4")]
+)
+def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, tmp_path: Path) -> None:
+    """The CPU computes experts without minimums; others come as they are stored."""
+    if name not in MODELS:
+        pytest.skip("this version of transformers does not map it")
+    expected = expected_text(ggufs.write(name, tmp_path / "m.gguf", Kind[kind]))
+    for experts in ("on-demand", "cpu"):
+        engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, weight_codec="lossless", experts=experts)
+        assert torch.equal(greedy(engine, LENGTHS), expected)
+        settings = engine.effective().settings
+        on_cpu = float(str(settings.get("experts_on_cpu_per_step", 0)))
+        assert (on_cpu > 0) == (experts == "cpu" and not kind.endswith("K"))
+        engine.close()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt-oss", "mixtral")])

@@ -318,13 +318,13 @@ def _super_codes(kind: str, rows: Tensor, columns: int) -> Codes:
     bits, zeros, table_name, width = BLOCKS[kind][2], None, "whole8", 32
     if kind == "Q6_K":
         low, high, scales, factors = rows.split([128, 64, 16, 2], dim=-1)
-        low, high, table_name, width = low.unflatten(-1, (2, 1, 64)), high.unflatten(-1, (2, 1, 32)), "int8", 16
+        low, high, table_name, width = low.unflatten(-1, (2, 64)), high.unflatten(-1, (2, 1, 32)), "int8", 16
     else:
         factors, one, other, third, high, low = rows.split([4, 4, 4, 4, rows.shape[-1] - 144, 128], dim=-1)
-        low, high = low.unflatten(-1, (4, 1, 32)), high.unflatten(-1, (-1, 1, 32))
+        low, high = low.unflatten(-1, (4, 32)), high.unflatten(-1, (-1, 1, 32))
         scales = torch.cat([one & 63, third & 15 | one >> 6 << 4], -1)
         zeros = torch.cat([other & 63, third >> 4 | other >> 6 << 4], -1).flatten(1)
-    numbers = _pairs(_shifted(low, 4)).flatten(1)
+    numbers = _halves(low).flatten(1)
     if bits > 4:
         numbers = torch.cat([numbers, _packed_bits(_shifted(high, bits - 4), bits - 4)], -1)
     supers = _half(factors).unflatten(-1, (-1, 1 if zeros is None else 2))
@@ -351,7 +351,8 @@ def _packed_bits(values: Tensor, bits: int) -> Tensor:
 
 def _halves(codes: Tensor) -> Tensor:
     """Return pairs of neighbours, of bytes with one of either half."""
-    return _pairs(torch.cat([codes & 15, codes >> 4], dim=-1))
+    even, odd = codes[..., 0::2], codes[..., 1::2]
+    return torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], dim=-1)
 
 
 def _values(kind: str, part: Tensor) -> Tensor:

@@ -557,6 +557,21 @@ def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.parametrize("name", ["mixtral int4", "qwen3_moe"])
+def test_experts_on_the_cpu_serve_rows_of_two_streams(name: str, tmp_path: Path) -> None:
+    """The CPU attends to host rows in a stream of their own; device rows ask for experts meanwhile."""
+    directory, options = test_cpu_experts.quantised(name, tmp_path / "m")
+    expected = test_experts.load(directory, **options)
+    wanted = [tokens(expected, lengths) for lengths in BATCHES]
+    expected.close()
+    options |= {"kv_offload": "auto", "kv_attention": "cpu", "cuda_graphs": "off"}
+    engine = load("stream", directory, "cpu", device_rows=1, dtype="float32", experts="cpu", **options)
+    for _ in range(TURNS):
+        assert all(map(torch.equal, [tokens(engine, lengths) for lengths in BATCHES], wanted))
+    assert engine.effective().settings["cpu_experts"] == "on"
+    engine.close()
+
+
 @pytest.mark.parametrize("name", test_cpu_experts.NAMES)
 def test_every_call_of_experts_on_the_cpu_gives_what_the_model_computes(
     name: str, tmp_path: Path, monkeypatch: Patch

@@ -136,6 +136,7 @@ class CpuExperts(CheckedKernel):
         self._layers: dict[int, _Layer] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
         self._server: Server | None = None
+        self._latest: torch.cuda.Event | None = None  # behind the latest call of a device
         self._buffers: tuple[Tensor, ...] = ()  # states, choice, weights and result in pinned memory; sums
         self._kept = list[tuple[object, ...]]()  # calls and buffers of before
         self._dtype, self._width = torch.float32, 0
@@ -184,8 +185,15 @@ class CpuExperts(CheckedKernel):
         if not hasattr(call, "number"):
             call.number = self._server.number(call)
         *sent, out, _ = self._buffers
+        recorded = torch.cuda.is_current_stream_capturing()  # all of it is in one stream then
+        if self._latest is not None and not recorded:
+            self._latest.wait()  # calls share memory, and may come from two streams
         send((states, chosen, weights), sent, self._server.asked, self._server.done, call.number)
-        return receive(out, self._server.done, states)
+        result = receive(out, self._server.done, states)
+        if not recorded:
+            self._latest = torch.cuda.Event()
+            self._latest.record()
+        return result
 
     @property
     def settings(self) -> dict[str, Option]:

@@ -18,6 +18,7 @@ from tests.checkpoints import save_config
 from tests.running import error
 from tests.test_codec import compile_for_h100
 from tests.test_experts import MIXTURES, load, steps
+from zinfer.core.progress import NOTE
 from zinfer.engine.stream.experts import few_experts, modules
 from zinfer.engine.stream.experts.few_experts import NAME, FewExperts, pays
 from zinfer.engine.stream.experts.modules import through_interface
@@ -96,8 +97,9 @@ def few(monkeypatch: Patch) -> FewExperts:
     """Dispatch to `few.module`, with kernels that count their calls."""
     monkeypatch.setattr(few_experts, "cannot_run", lambda device: None)
     model, module = experts_of("mixtral")
-    dispatch: Any = FewExperts(model, CPU)
-    dispatch.model, dispatch.module, dispatch.calls = model, module, 0
+    lines = list[str]()
+    dispatch: Any = FewExperts(model, CPU, lambda line, _share: lines.append(line))
+    dispatch.model, dispatch.module, dispatch.calls, dispatch.lines = model, module, 0, lines
 
     def counted(module: Any, *args: Tensor) -> Tensor:
         dispatch.calls += 1
@@ -158,6 +160,7 @@ def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, fe
         assert error(few.module(*served), eager(few.module, *served)) < 1e-5
     assert few.status == reason
     assert len(calls) == 1
+    assert few.lines == [f"{NOTE}using transformers instead of a faster kernel: {reason}"], "once, whatever comes later"
 
 
 def test_a_lack_of_memory_is_the_callers(few: Any, monkeypatch: Patch) -> None:

@@ -85,7 +85,8 @@ class Stream(SharedPasses):
         routed, inputs = plan.model.num_experts > 1, (self._cache_name, self._accepted)
         calls = self._ring_pass, self._restart
         self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, *calls)
-        self._few_experts = FewExperts(self.model, device) if options.experts_kernel == "auto" else None
+        kernels = options.experts_kernel == "auto"
+        self._few_experts = FewExperts(self.model, device, self.progress) if kernels else None
         self._check_options()
         streamed, shared = plan.placement.tier != "gpu", shares_keys(self.model.config)
         self._headroom = MemoryHeadroom(device)
@@ -157,7 +158,7 @@ class Stream(SharedPasses):
         if source.experts and isinstance(source, MemorySource):
             tokens, auto, cpu = self.plan.placement.cpu_tokens, self.options.experts == "auto", None
             if tokens:
-                cpu = CpuExperts(source.memory, self.device, tokens, fast=auto)
+                cpu = CpuExperts(source.memory, self.device, tokens, fast=auto, progress=self.progress)
             self._pool = ExpertPool(source, self.device, ring, cpu)
             self._opened.callback(self._pool.close)
             for number, module in experts.items():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zinfer.core.case import Option
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of
@@ -124,12 +125,18 @@ class CpuExperts(CheckedKernel):
     status: str
 
     def __init__(
-        self, memory: Tensor, device: torch.device, tokens: int, threads: int | None = None, fast: bool = False
+        self,
+        memory: Tensor,
+        device: torch.device,
+        tokens: int,
+        threads: int | None = None,
+        fast: bool = False,
+        progress: Progress = silent,
     ) -> None:
         self._library = library(SOURCE)
         trouble = cannot_run(device) if device.type == "cuda" else None  # kernels ask for them
         status = trouble or "on" if self._library else "no C compiler that works here"
-        super().__init__(status, "the model's own experts")
+        super().__init__(status, "the model's own experts", progress)
         self.tokens, self._memory, self._device, self._fast = tokens, memory, device, fast
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(usable_cpus())

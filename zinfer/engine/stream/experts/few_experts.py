@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of, through_interface
 from zinfer.engine.stream.weights.low_bit import Aligned, Matrix
 from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight
@@ -44,9 +45,9 @@ def pays(tokens: int, each: int, experts: int) -> bool:
 class FewExperts(CheckedKernel):
     """Dispatch of a model's experts: to the kernels in passes of few tokens, else to transformers."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, progress: Progress = silent) -> None:
         modules = [module for module in model.modules() if through_interface(module)]
-        super().__init__((cannot_run(device) or "on") if modules else None, "transformers")
+        super().__init__((cannot_run(device) or "on") if modules else None, "transformers", progress)
         self._chosen: dict[int, str | None] = {}  # the implementation that transformers chose, by the id of its config
         if self.status != "on":
             return

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from zinfer.core.case import Option
 from zinfer.core.errors import error_line
-from zinfer.core.progress import Progress, silent
+from zinfer.core.progress import Progress, note, silent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.weights import low_bit
@@ -96,13 +96,18 @@ def _fill(values: Sequence[Any]) -> None:
 
 
 class CheckedKernel:
-    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind. `status` is
-    ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the results are
-    compared with."""
+    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind; then
+    `progress` shows a line. `status` is ``on``, the reason why it is not used, or None where nothing is for it;
+    `reference` names what the results are compared with."""
 
-    def __init__(self, status: str | None, reference: str) -> None:
-        self.status, self._reference = status, reference
+    def __init__(self, status: str | None, reference: str, progress: Progress = silent) -> None:
+        self.status, self._reference, self._progress = status, reference, progress
         self._checked = set[object]()
+
+    def give_up(self, reason: str) -> None:
+        """Use the kernel no more. Whoever measures or waits would wonder."""
+        self.status = reason
+        note(self._progress, f"using {self._reference} instead of a faster kernel: {reason}")
 
     def checked(self, kind: object, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor | None:
         """Return the kernel's result, or `plain`'s if it differs; None if the kernel fails."""
@@ -117,10 +122,10 @@ class CheckedKernel:
         except Exception as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise  # of a recording that failed before
-            self.status = f"the kernel failed: {error_line(error)[:120]}"
+            self.give_up(f"the kernel failed: {error_line(error)[:120]}")
             return None
         if not same:
-            self.status = f"the kernel's results differ from those of {self._reference}"
+            self.give_up(f"the kernel's results differ from those of {self._reference}")
             return expected
         self._checked.add(kind)
         return result
@@ -132,8 +137,7 @@ class PackedProducts(CheckedKernel):
     status: str
 
     def __init__(self, device: torch.device, progress: Progress = silent) -> None:
-        super().__init__(low_bit.cannot_run(device) or "on", "unpacked weights")
-        self._progress = progress
+        super().__init__(low_bit.cannot_run(device) or "on", "unpacked weights", progress)
         self._lazy: dict[int, tuple[str, ...]] = {}  # by layer: names of its lazy weights
         self._matrices: dict[int, dict[str, low_bit.Matrix]] = {}  # of resident layers
         self._waiting: tuple[int, set[str]] = -1, set()  # lazy weights of a layer that are not unpacked yet
@@ -158,7 +162,8 @@ class PackedProducts(CheckedKernel):
             try:
                 low_bit.finish(self._progress)
             except Exception as error:
-                made, self.status = {}, f"the kernel failed: {error_line(error)[:120]}"
+                made = {}
+                self.give_up(f"the kernel failed: {error_line(error)[:120]}")
             self._matrices[index] = {name: matrix for name, matrix in made.items() if matrix is not None}
             ring.shed(index, self._matrices[index])
 

@@ -683,6 +683,7 @@ static const call *next(requests *all, team *own) {
         }
         if (__atomic_load_n(&all->stop, __ATOMIC_ACQUIRE)) return NULL;
         if (own->met.idle) rest(own->met.idle);
+        else sched_yield();
         if (times % 64 == 0 && omp_get_wtime() - since > IDLE_S) {
             int64_t idle = omp_get_wtime() - since > LONG_S ? LONG_NS : IDLE_NS;
             __atomic_store_n(&own->met.idle, idle, __ATOMIC_RELAXED);

@@ -2,10 +2,10 @@
 queues that record who waited for whom."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts import modules
 from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.weights import packed_experts
-from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.chunk import ONCE, Chunk, PackedLayer, Repeat, plain
 from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import MemorySource
@@ -425,17 +425,21 @@ class Bench:
         self.pool._cache = ExpertCache(policy)
         real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 
-        def write(pool: ExpertPool, key: Key, number: int, start: int, end: int) -> None:
-            for unit in range(start, end, UNIT):
-                queues.write(pool._buffer(number)[unit : unit + UNIT])
-            real_write(pool, key, number, start, end)
+        self.writes = self.unpacked = 0  # calls
 
-        def unpack(chunk: Chunk, content: Tensor, layer_buffer: Tensor) -> None:
+        def write(pool: ExpertPool, source: int, target: int, size: int) -> None:
+            self.writes += 1
+            for unit in range(target, target + size, UNIT):
+                queues.write(pool._memory[unit : unit + UNIT])
+            real_write(pool, source, target, size)
+
+        def unpack(chunk: Chunk, content: Tensor, layer_buffer: Tensor, repeat: Repeat = ONCE) -> None:
             if layer_buffer is pool.layer_buffer:
+                self.unpacked += 1
                 assert content.data_ptr() >= pool._memory.data_ptr()
-                for unit in range(0, chunk.size, UNIT):
-                    queues.read(content[unit : unit + UNIT])
-            real_unpack(chunk, content, layer_buffer)
+                for time, unit in product(range(repeat.times), range(0, chunk.size, UNIT)):
+                    queues.read(content[time * repeat.packed + unit :][:UNIT])
+            real_unpack(chunk, content, layer_buffer, repeat)
 
         patch.setattr(ExpertPool, "_write", write)
         patch.setattr(Chunk, "unpack", unpack)
@@ -506,6 +510,7 @@ def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, m
     count=st.integers(2, 6),
     staging=st.integers(1, 5),
     cached=st.integers(0, 9),
+    run=st.integers(1, 4),
     policy=st.sampled_from(["lru", "lfu"]),
     passed=st.lists(st.booleans(), max_size=90),
     passes=st.lists(
@@ -516,6 +521,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     count: int,
     staging: int,
     cached: int,
+    run: int,
     policy: Any,
     passed: list[bool],
     passes: list[tuple[bool, list[list[int]]]],
@@ -523,6 +529,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times."""
     with Patch.context() as patch:
         patch.setattr(packed_experts, "PART_BYTES", 40)
+        patch.setattr(packed_experts, "RUN_BYTES", run * 768)
         bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
         bench.pool.resize(staging, cached)
         for scanning, calls in passes:
@@ -543,6 +550,7 @@ def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, 
 
 
 def test_a_pass_that_brings_all_runs_ahead_and_never_beyond_its_buffers(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(packed_experts, "RUN_BYTES", 1)
     bench = Bench(3, 4, FakeQueues(), monkeypatch)
     bench.pool.resize(5, 2)
     bench.pool.begin(True)
@@ -555,6 +563,26 @@ def test_a_pass_that_brings_all_runs_ahead_and_never_beyond_its_buffers(monkeypa
         bench.use(layer, [2])
     assert bench.pool.counts.fetched == 22, "two of them stayed"
     assert bench.pool.counts.hits == bench.pool.counts.misses == 0
+    bench.close()
+
+
+@pytest.mark.parametrize("cached", [0, 4])
+def test_small_experts_come_and_are_unpacked_together(cached: int, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(packed_experts, "PART_BYTES", 16 << 20)
+    bench = Bench(3, 8, FakeQueues(), monkeypatch)
+    bench.pool.resize(8, cached)
+    fetched = []
+    for _ in range(2):
+        before, writes, unpacked = bench.pool.counts.fetched, bench.writes, bench.unpacked
+        bench.pool.begin(True)
+        for layer in range(3):
+            bench.use(layer, [1])
+        fetched.append(bench.pool.counts.fetched - before)
+        assert fetched[-1] / 4 <= bench.writes - writes < fetched[-1]
+        assert 3 * 6 <= bench.unpacked - unpacked < 3 * 24, "of three weights each"
+        if not cached:
+            assert (bench.writes - writes, bench.unpacked - unpacked) == (6, 6 * 3), "four at a time"
+    assert fetched == [24, 24 - cached]
     bench.close()
 
 
@@ -582,9 +610,9 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
         log.append(f"layer {transfer.layer}")
         copy(ring, transfer)
 
-    def logged_copy(pool: ExpertPool, key: Key) -> None:
-        log.append(f"expert {key}")
-        real(pool, key)
+    def logged_copy(pool: ExpertPool, run: Sequence[Key]) -> None:
+        log.extend(f"expert {key}" for key in run)
+        real(pool, run)
 
     monkeypatch.setattr(PrefetchRing, "_copy", copied)
     monkeypatch.setattr(ExpertPool, "_copy", logged_copy)

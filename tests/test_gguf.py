@@ -94,11 +94,13 @@ def test_the_kernel_unpacks_every_type(tmp_path: Path) -> None:
         values = dice.standard_normal((3, 512), np.float32)
         blocks = torch.from_numpy(ggufs.stored(values, Kind[name], dice))
         expected = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), Kind[name]))
-        jobs.append((name, block_codes(name, blocks), expected))
+        codes = block_codes(name, blocks)
+        ((layout, data),) = encode_chunks(codes, torch.float32, codes.rows * codes.columns * 4)
+        jobs.append((name, layout, data, [expected]))
     torch.save(jobs, tmp_path / "jobs")
     interpreted("tests.test_quantized", tmp_path)
-    for (name, _, expected), actual in zip(jobs, torch.load(tmp_path / "results"), strict=True):
-        assert torch.equal(actual, expected), name
+    for (name, _, _, [dequantized]), [actual] in zip(jobs, torch.load(tmp_path / "results"), strict=True):
+        assert torch.equal(actual, dequantized), name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -112,6 +112,9 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
     assert torch.equal(*texts)
 
 
+STEPS = 8192, 8192  # bytes from one of two matrices to the next, packed and unpacked
+
+
 def reordered(directory: Path) -> Path:
     """Give each column of a compressed-tensors checkpoint its own group (``actorder``)."""
 
@@ -249,14 +252,19 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
     for name in names:
         entry = next(iter(matrices(made(name))), None)
         if entry is not None and entry[2]:
-            layout, data = encode_chunks(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow
-            codes, rows = layout.views(data).to(torch.device("cpu")), min(2, layout.rows)
-            codes = replace(codes, numbers=codes.numbers[:rows])
-            jobs.append((name, codes, entry[1].flatten(0, -2)[:rows]))
+            chunks = encode_chunks(entry[2][0], entry[1].dtype, 500)  # few rows: the interpreter is slow
+            (layout, data), values = chunks[0], entry[1].flatten(0, -2)
+            expected = [values[: min(2, layout.rows)]]
+            if len(chunks) > 1 and chunks[1][0] == layout:  # two matrices in one launch
+                data = torch.cat([data, data.new_full((STEPS[0] - len(data),), 127), chunks[1][1]])
+                expected.append(values[layout.rows :][: len(expected[0])])
+            jobs.append((name, layout, data, expected))
     torch.save(jobs, tmp_path / "jobs")
     interpreted(__name__, tmp_path)
-    for (name, _, expected), actual in zip(jobs, torch.load(tmp_path / "results"), strict=True):
-        assert torch.equal(actual, expected), name
+    for (name, _, _, expected), actual in zip(jobs, torch.load(tmp_path / "results"), strict=True):
+        assert len(actual) == len(expected)
+        assert all(map(torch.equal, actual, expected)), name
+    assert max(len(expected) for *_, expected in jobs) == 2
 
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "int4 groups", "mxfp4 of experts", "gptq in order"])
@@ -414,9 +422,14 @@ def main(folder: Path) -> None:
     from zinfer.engine.stream.weights.expand import launch
 
     results = []
-    for _, codes, like in torch.load(folder / "jobs", weights_only=False):
-        out = torch.full_like(like, float("nan"))
+    for _, layout, data, expected in torch.load(folder / "jobs", weights_only=False):
+        codes, like = layout.views(data[: layout.size]), expected[0]
+        codes = replace(codes, numbers=codes.numbers[: len(like)])
+        out = torch.full((STEPS[1] // like.itemsize * len(expected),), float("nan"), dtype=like.dtype)
         scale_table = table(codes.scale_table, out.device) if codes.scale_table else None
-        launch(codes, out, table(codes.table, out.device), scale_table, block=64)
-        results.append(out)
+        first = out[: like.numel()].view_as(like)
+        launch(codes, first, table(codes.table, out.device), scale_table, 64, len(expected), STEPS)
+        parts = out.view(len(expected), -1)
+        assert parts[:, like.numel() :].isnan().all()
+        results.append([part[: like.numel()].view_as(like) for part in parts])
     torch.save(results, folder / "results")

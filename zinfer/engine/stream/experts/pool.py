@@ -13,12 +13,11 @@ instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link.
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
-from sys import maxsize
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,12 +28,12 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.experts.cpu import CpuExperts
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights.chunk import ONCE
 from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
 from zinfer.engine.stream.weights.queues import Event
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
 
-END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
 
 Policy = Literal["lru", "lfu"]
@@ -154,8 +153,7 @@ class ExpertPool:
         self._hits = 0  # experts that a token of a pass has
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
-        self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
-        self._reached: Key = -1, -1  # the last of them that was taken up
+        self._ahead: deque[Key] = deque()  # experts to bring before they are needed, in order
         self._free: deque[int] = deque()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
@@ -244,7 +242,7 @@ class ExpertPool:
             return
         self._queues.finish()
         self._cache.clear()
-        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, deque()
         self._asked.clear()
         self._free.clear()
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
@@ -266,9 +264,8 @@ class ExpertPool:
         while self._coming:
             self._drop(next(iter(self._coming)))
         self._ring.holds = frozenset() if scanning or computing else frozenset(self.layers)
-        self._ahead, self._reached = iter(()), (-1, -1)
+        self._ahead = deque(self._keys if self.scanning else ())
         if self.scanning:
-            self._ahead = iter(self._keys)
             self._issue()
         elif not computing:
             self._cache.next_pass()
@@ -292,10 +289,14 @@ class ExpertPool:
         self._issue()
         self._ring.resume()
         self._unpacked.wait()  # if another queue unpacked the experts that are there
-        if brought := (*cached, *others):
-            for key in brought:
-                self._unpack(key)
-            self._filled[1].update(expert for _, expert in brought)
+        if brought := deque((*cached, *others)):
+            while brought:
+                self._ensure(brought[0])
+                run = [brought.popleft()]
+                while brought and len(run) < self._run(layer) and self._follows(run[-1], brought[0]):
+                    run.append(brought.popleft())
+                self._unpack(run)
+            self._filled[1].update(expert for _, expert in missing)
             self._unpacked.record()
 
     def close(self) -> None:
@@ -305,7 +306,7 @@ class ExpertPool:
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []
-        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, deque()
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
     def _read(self, chosen: Tensor) -> list[int]:
@@ -320,9 +321,6 @@ class ExpertPool:
         numbers: list[int] = host.tolist()
         return numbers
 
-    def _buffer(self, number: int) -> Tensor:
-        return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
-
     def _numbers(self, layer: int) -> range:
         return range(len(self.layers[layer].experts))
 
@@ -330,62 +328,94 @@ class ExpertPool:
         return self.layers[key[0]].experts[key[1]]
 
     def _will_come(self, key: Key) -> bool:
-        return self.scanning and key > self._reached
+        return bool(self._ahead) and key >= self._ahead[0]
 
-    def _issue(self) -> None:
-        """Issue copies into free buffers: first experts needed now, then experts needed later."""
-        while self._has_room:
+    def _run(self, layer: int) -> int:
+        return min(self.layers[layer].run(self.buffer_bytes), self.staging // 2)
+
+    def _follows(self, key: Key, after: Key) -> bool:
+        """Tell whether the next expert is in the next buffer."""
+        return after == (key[0], key[1] + 1) and self._at.get(after) == self._at[key] + 1
+
+    def _issue(self, now: bool = False) -> None:
+        """Issue copies into free buffers: first experts needed now, then experts needed later. These wait until a whole
+        run of buffers is free, unless they are needed `now`."""
+        while room := min(len(self._free), self.staging - len(self._coming)):
             if self._asked:
-                following = self._asked.popleft()
-            else:
-                self._reached = following = next(self._ahead, END)
-                if following == END:
+                run = [self._asked.popleft()]
+            elif self._ahead:
+                count = self._run(layer := self._ahead[0][0])
+                if not now and self._coming and room < min(count, len(self._numbers(layer)) - self._ahead[0][1]):
                     return
-            if following not in self._at:
-                self._copy(following)
+                run = []
+                while self._ahead and self._ahead[0][0] == layer and len(run) < min(count, room):
+                    run.append(self._ahead.popleft())
+            else:
+                return
+            if run := [key for key in run if key not in self._at]:
+                self._copy(run)
 
-    @property
-    def _has_room(self) -> bool:
-        return bool(self._free) and len(self._coming) < self.staging
-
-    def _copy(self, key: Key) -> None:
-        number, packed = self._free.popleft(), self._packed(key)
-        self._at[key], self._coming[key] = number, None
-        self._count(wire=packed.size, delivered=packed.unpacked_bytes, fetched=1)
+    def _copy(self, run: Sequence[Key]) -> None:
+        """Issue the copies of a layer's experts. Successive ones go into successive buffers as one."""
+        copies, layer = list[list[Key]](), run[0][0]
+        for key in run:
+            number, packed = self._free.popleft(), self._packed(key)
+            self._at[key], self._coming[key] = number, None
+            self._count(wire=packed.size, delivered=packed.unpacked_bytes, fetched=1)
+            if copies and self._follows(copies[-1][-1], key):
+                copies[-1].append(key)
+            else:
+                copies.append([key])
         with self._queues.copying():
-            self._freed[number].wait()  # rule 2
-            begin, start = mark(self._device.type == "cuda"), 0
-            for part, stop in enumerate(packed.parts):
-                self._write(key, number, start, stop)
-                self._arrived[number][part].record()
-                start = stop
+            for key in run:
+                self._freed[self._at[key]].wait()  # rule 2
+            begin = mark(self._device.type == "cuda")
+            for keys in copies:
+                number, packed, start = self._at[keys[0]], self._packed(keys[0]), 0
+                if len(keys) > 1:
+                    size = (len(keys) - 1) * self.buffer_bytes + packed.size
+                    self._write(packed.start, number * self.buffer_bytes, size)
+                for part, stop in enumerate(packed.parts):
+                    if len(keys) == 1:
+                        self._write(packed.start + start, number * self.buffer_bytes + start, stop - start)
+                    for place in range(number, number + len(keys)):
+                        self._arrived[place][part].record()
+                    start = stop
             end = mark(self._device.type == "cuda")
-        self._ring.note(("copy", key[0], begin, end, "expert"))
+        self._ring.note(("copy", layer, begin, end, "expert"))
 
-    def _write(self, key: Key, number: int, start: int, end: int) -> None:
-        first = self._packed(key).start
-        source = self._source[first + start : first + end]
-        self._buffer(number)[start:end].copy_(source, non_blocking=True)
+    def _write(self, source: int, target: int, size: int) -> None:
+        """Copy host memory from byte `source` on to the buffers' byte `target`."""
+        self._memory[target : target + size].copy_(self._source[source : source + size], non_blocking=True)
 
-    def _unpack(self, key: Key) -> None:
-        """Unpack an expert into the layer buffer; it stays then, or makes room."""
+    def _ensure(self, key: Key) -> None:
+        """Have an expert come, unless it does."""
         while key not in self._at:  # it was asked for, or dropped
             if key not in self._asked and not self._will_come(key):
                 self._asked.appendleft(key)
-            if not self._has_room:
+            if not self._free or len(self._coming) >= self.staging:
                 self._drop(next(reversed(self._coming)))
-            self._issue()
-        number, packed = self._at[key], self._packed(key)
-        self._freed[number].wait()  # another queue may have read it before: the event is behind both then
-        content = self._buffer(number)
-        for part, chunks in groupby(packed.chunks, packed.part_of):
-            with self._ring.untimed(key[0]):
-                self._arrived[number][part].wait()  # rule 1
-            with self._ring.untimed(key[0], unpacks=True):
-                for chunk in chunks:
-                    chunk.unpack(content[chunk.start - packed.start :], self.layer_buffer)
-        self._freed[number].record()  # rule 2
-        self._retain(key)
+            self._issue(now=True)
+
+    def _unpack(self, run: Sequence[Key]) -> None:
+        """Unpack experts in successive buffers. Each stays then, or makes room."""
+        layer = run[0][0]
+        packed, numbers = self._packed(run[0]), range(self._at[run[0]], self._at[run[0]] + len(run))
+        for number in numbers:
+            self._freed[number].wait()  # another queue may have read it before: the event is behind both then
+        content = self._memory[numbers.start * self.buffer_bytes : numbers.stop * self.buffer_bytes]
+        repeats = [step._replace(times=len(run)) for step in self.layers[layer].repeats] if len(run) > 1 else []
+        for part, chunks in groupby(enumerate(packed.chunks), lambda item: packed.part_of(item[1])):
+            with self._ring.untimed(layer):
+                for number in numbers:
+                    self._arrived[number][part].wait()  # rule 1
+            with self._ring.untimed(layer, unpacks=True):
+                for index, chunk in chunks:
+                    repeat = repeats[index] if repeats else ONCE
+                    chunk.unpack(content[chunk.start - packed.start :], self.layer_buffer, repeat)
+        for number, key in zip(numbers, run, strict=True):
+            self._freed[number].record()  # rule 2
+            self._retain(key)
         self._issue()
 
     def _unpack_chosen(self, layer: int, chosen: Tensor) -> bool:

@@ -8,7 +8,7 @@ step, so that the GPU memory between link and layer buffer is a few chunks, not 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,17 @@ class LayerMemory:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class Repeat(NamedTuple):
+    """Chunks alike that are unpacked together: how many, and the bytes from one to the next, packed and unpacked."""
+
+    times: int = 1
+    packed: int = 0
+    unpacked: int = 0
+
+
+ONCE = Repeat()
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Bytes `start` to `end` of the source, unpacked to `place`. `place` is a byte of the layer buffer; `layout` tells
@@ -67,13 +78,22 @@ class Chunk:
         """Bytes in the layer buffer."""
         return self.size if self.layout is None else self.layout.nbytes
 
-    def unpack(self, wire: Tensor, layer_buffer: Tensor) -> None:
-        """Unpack the bytes at the beginning of `wire` into `layer_buffer`. A GPU does so on the current stream."""
-        out = layer_buffer[self.place : self.place + self.unpacked_bytes]
+    @property
+    def repeats(self) -> bool:
+        """True if chunks like it may be unpacked together."""
+        return self.layout is None or (isinstance(self.layout, formats.CodesLayout) and self.layout.coded is None)
+
+    def unpack(self, wire: Tensor, layer_buffer: Tensor, repeat: Repeat = ONCE) -> None:
+        """Unpack the first bytes of `wire` into `layer_buffer`, and those of `repeat` if the chunk `repeats`. A
+        GPU does so on the current stream."""
+        times, packed, unpacked = repeat
+        out = layer_buffer[self.place : self.place + (times - 1) * unpacked + self.unpacked_bytes]
         if self.layout is None:
-            out.copy_(wire[: self.size], non_blocking=True)
+            shape = times, self.size
+            out.as_strided(shape, (unpacked, 1)).copy_(wire.as_strided(shape, (packed, 1)), non_blocking=True)
         elif isinstance(self.layout, formats.CodesLayout):
-            formats.unpack(wire[: self.layout.size], self.layout, out.view(self.layout.dtype))
+            wire = wire[: (times - 1) * packed + self.layout.size]
+            formats.unpack(wire, self.layout, out.view(self.layout.dtype), times, (packed, unpacked))
         else:
             codec.decode(wire[: self.layout.size], self.layout, out.view(torch.bfloat16))
 

@@ -25,12 +25,21 @@ TILE = 2048  # values of a program
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None, block: int = TILE) -> None:
+def launch(
+    codes: Codes,
+    out: Tensor,
+    table: Tensor,
+    scale_table: Tensor | None,
+    block: int = TILE,
+    count: int = 1,
+    strides: tuple[int, int] = (0, 0),
+) -> None:
     """Unpack `codes` into `out` ``[rows, columns]``, `block` values a program. The tables are float32. Runs on the
-    current stream."""
+    current stream. There are `count` such matrices, `strides` bytes from each other, in memory of codes and of `out`.
+    """
     rows, columns = out.shape
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
-    _expand[(rows, triton.cdiv(columns, block))](
+    _expand[(rows, triton.cdiv(columns, block), count)](
         codes.numbers,
         codes.scales,
         codes.zeros,
@@ -44,6 +53,7 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
         columns,
         codes.numbers.stride(0),
         codes.scales.shape[1],
+        *strides,
         BITS=codes.bits,
         ROWS=0 if whole_rows else codes.block[0],
         COLUMNS=0 if whole_columns else codes.block[1],
@@ -111,6 +121,8 @@ def _expand(
     columns,
     stride,
     scale_columns,
+    next_codes,
+    next_out,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -125,6 +137,18 @@ def _expand(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
+    matrix = tl.program_id(2).to(tl.int64)
+    codes, scales, out = (
+        _next(codes, matrix * next_codes),
+        _next(scales, matrix * next_codes),
+        _next(out, matrix * next_out),
+    )
+    if zeros is not None:
+        zeros = _next(zeros, matrix * next_codes)
+    if order is not None:
+        order = _next(order, matrix * next_codes)
+    if supers is not None:
+        supers = _next(supers, matrix * next_codes)
     if BITS < 8:
         code = tl.load(codes + row * stride + column // 2, mask=inside, other=0).to(tl.int32)
         code = code >> (column % 2) * 4 & 15
@@ -251,6 +275,12 @@ def _expand_tail(
     scale = 256.0 * _scale(scales, scale_table, scale_index, inside)
     bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
     tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _next(pointer, distance):
+    """Return a pointer `distance` bytes further."""
+    return pointer + distance // (pointer.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit

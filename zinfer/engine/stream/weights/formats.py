@@ -174,22 +174,26 @@ def encode_chunks(
     return chunks
 
 
-def unpack(data: Tensor, layout: CodesLayout, out: Tensor) -> None:
+def unpack(data: Tensor, layout: CodesLayout, out: Tensor, count: int = 1, strides: tuple[int, int] = (0, 0)) -> None:
     """Unpack `data` (uint8) into `out` (`layout.dtype`, contiguous, `layout.numel` values). A GPU does so on the
-    current stream. Coded data and `out` begin at multiples of 16 bytes."""
-    coded = layout.coded
-    codes, rows = layout.views(data), out.view(layout.rows, layout.columns)
+    current stream. Coded data and `out` begin at multiples of 16 bytes. With `count`, so many chunks of uncoded data
+    begin `strides` bytes from each other, in `data` and in `out`."""
+    coded, shape = layout.coded, (layout.rows, layout.columns)
     if out.is_cuda:
         from zinfer.engine.stream.weights.expand import launch, launch_coded
 
+        codes, rows = layout.views(data[: layout.size]), out[: layout.numel].view(shape)
         scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
         if coded is None:
-            launch(codes, rows, table(layout.table, out.device), scale_table)
+            launch(codes, rows, table(layout.table, out.device), scale_table, count=count, strides=strides)
         else:
             launch_coded(codes, coded, rows, scale_table)
         return
-    if coded is not None:
-        numbers = torch.empty(layout.rows, layout.columns, dtype=torch.uint8)
-        codec.decode(codes.numbers, coded, numbers.view(torch.float8_e4m3fn))
-        codes = replace(codes, numbers=numbers)
-    rows.copy_(expand(codes, layout.dtype))
+    for number in range(count):
+        codes = layout.views(data[number * strides[0] :][: layout.size])
+        if coded is not None:
+            numbers = torch.empty(shape, dtype=torch.uint8)
+            codec.decode(codes.numbers, coded, numbers.view(torch.float8_e4m3fn))
+            codes = replace(codes, numbers=numbers)
+        first = number * strides[1] // out.itemsize
+        out[first : first + layout.numel].view(shape).copy_(expand(codes, layout.dtype))

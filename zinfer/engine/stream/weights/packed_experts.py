@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.weights.chunk import Chunk, Memory, pack, plain
+from zinfer.engine.stream.weights.chunk import Chunk, Memory, Repeat, pack, plain
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
 PART_BYTES = 16 << 20  # smallest copy of an expert that is unpacked once it has arrived: enough for the link's rate
+RUN_BYTES = 64 << 20  # of small experts that come and are unpacked together: launches of each alone take longer
 
 Key = tuple[int, int]  # numbers of a layer and of an expert in it
 
@@ -71,6 +72,34 @@ class PackedExperts:
     blocks: Mapping[str, TensorPlace]
     unpacked_bytes: int
 
+    @cached_property
+    def repeats(self) -> tuple[Repeat, ...]:
+        """Distances between chunks of successive experts. Empty unless all are alike."""
+        first, *others = self.experts
+        if not others or not all(chunk.repeats for chunk in first.chunks):
+            return ()
+        packed = others[0].start - first.start
+        steps = tuple(
+            Repeat(packed=packed, unpacked=after.place - chunk.place)
+            for chunk, after in zip(first.chunks, others[0].chunks, strict=False)
+        )
+
+        def follows(number: int, expert: PackedExpert) -> bool:
+            expected = (
+                replace(chunk, start=chunk.start + number * packed, end=chunk.end + number * packed,
+                        place=chunk.place + number * step.unpacked)
+                for chunk, step in zip(first.chunks, steps, strict=True)
+            )  # fmt: skip
+            return tuple(expected) == expert.chunks
+
+        alike = len(steps) == len(first.chunks) and all(follows(*pair) for pair in enumerate(self.experts))
+        return steps if alike else ()
+
+    def run(self, buffer_bytes: int) -> int:
+        """Return how many experts come and are unpacked together. A buffer has `buffer_bytes`."""
+        together = bool(self.repeats) and self.repeats[0].packed == buffer_bytes
+        return max(1, RUN_BYTES // buffer_bytes) if together else 1
+
 
 def padding(experts: Experts) -> int:
     """Return the maximum of bytes that aligning each expert's tensors adds."""
@@ -84,7 +113,7 @@ def lay_out_experts(experts: Experts, start: int) -> tuple[PackedExperts, int]:
     def chunks_of(name: str, number: int) -> Iterable[Chunk]:
         nonlocal end
         layer = plain([(name, experts.weights[name].tensor[number])], end)
-        end = layer.end
+        end = -(-layer.end // ALIGNMENT) * ALIGNMENT
         return layer.chunks
 
     return _packed(experts, chunks_of), end

@@ -84,7 +84,7 @@ class Chunk:
         return self.layout is None or (isinstance(self.layout, formats.CodesLayout) and self.layout.coded is None)
 
     def unpack(self, wire: Tensor, layer_buffer: Tensor, repeat: Repeat = ONCE) -> None:
-        """Unpack the first bytes of `wire` into `layer_buffer`, and those of `repeat` if the chunk `repeats`. A
+        """Unpack the first bytes of `wire` into `layer_buffer`. If the chunk `repeats`, those of `repeat`, too. A
         GPU does so on the current stream."""
         times, packed, unpacked = repeat
         out = layer_buffer[self.place : self.place + (times - 1) * unpacked + self.unpacked_bytes]

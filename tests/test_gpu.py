@@ -461,14 +461,15 @@ def humming() -> None:
 @pytest.mark.parametrize("name", test_low_bit.CASES | test_low_bit.LARGE)
 def test_products_from_codes_are_those_of_unpacked_weights(name: str) -> None:
     """One token up to a prompt; experts with two of them a token."""
-    shape, *_, dtype, _ = (test_low_bit.CASES | test_low_bit.LARGE)[name]
+    shape, dtype = (test_low_bit.CASES | test_low_bit.LARGE)[name][0], test_low_bit.type_of(name)
     codes, dice = test_low_bit.codes_of(name).to(torch.device("cuda")), torch.Generator("cuda").manual_seed(3)
     form = low_bit.form_of(test_low_bit.parts_of(codes, 3), shape, dtype)
     assert form is not None
     matrix, weights = low_bit.prepare(form, dtype), expand(codes, dtype).view(shape)
     unpacked = torch.empty_like(weights)
     matrix.unpack(unpacked)
-    assert error(unpacked, weights) < 0.004
+    print(f"{name}, unpacked: error {error(unpacked, weights):.1e}")
+    assert error(unpacked, weights) < (0.008 if codes.minimums else 0.004)
     weights = weights.transpose(-1, -2) if form.transposed else weights
     for count in (1, 3, 16, 64, 300) if name in test_low_bit.CASES else (1, 3, 16):
         states = torch.randn((count, form.columns), generator=dice, device="cuda").to(dtype)
@@ -481,7 +482,7 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str) -> None:
             actual = matrix.multiply_pairs(inputs, experts, {}).double().sum(1)
             expected = torch.einsum("pi,poi->po", each, weights.double()[experts.flatten()])
         print(f"{name}, {count} tokens: error {error(actual, expected):.1e}")
-        assert error(actual, expected) < 0.006
+        assert error(actual, expected) < (0.008 if codes.minimums else 0.006)
 
 
 @pytest.mark.usefixtures("always", "humming")

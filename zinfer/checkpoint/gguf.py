@@ -31,6 +31,7 @@ BLOCKS = {
     "Q4_K": (256, 144, 4), "Q5_K": (256, 176, 5), "Q6_K": (256, 210, 6),
 }  # fmt: skip
 HELD = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}  # bytes in memory over those of the file: a scale of 6 bits takes a byte
+FORMS = {"Q4_K": 160 / 144, "Q5_K": 192 / 176, "Q6_K": 224 / 210}  # likewise as kernels read them, with wider scales
 # Architectures that are read, where the installed transformers maps them; others might be read wrong without a word.
 ARCHITECTURES = (
     "gemma2", "gemma3", "gpt-oss", "llama", "mistral", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "stablelm",

@@ -173,8 +173,10 @@ def from_directory(path: Path) -> ModelSpec:
     }
     fp8 = sum(info.nbytes for tensor, info in inside.items() if tensor in stored and info.dtype == quantization.FP8)
     held = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in inside.values())
+    form = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values())
     ratio = min(1.0, held / spec.streamed_bytes)
-    return spec.model_copy(update={"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes})
+    fields = {"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes, "form_ratio": max(1.0, form / held)}
+    return spec.model_copy(update=fields)
 
 
 def _layer(tensor: str) -> int | None:

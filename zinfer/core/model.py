@@ -142,6 +142,7 @@ class ModelSpec(Shape):
     config: dict[str, Any]  # Hugging Face configuration that the model is built from
     directory: str | None = None  # folder of a local checkpoint
     stored_ratio: float = Field(default=1.0, gt=0)  # bytes of layers as released over those in `dtype`; 1 if equal
+    form_ratio: float = Field(default=1.0, ge=1)  # bytes of codes as kernels of a GPU read them over those as released
     fp8_ratio: float = Field(default=0.0, ge=0)  # part of `stored_ratio` that are FP8 codes (e4m3)
     weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None

@@ -189,7 +189,7 @@ class ModelState:
         done, checkpoint = 0, self._checkpoint
         for line in checkpoint.notes() if checkpoint is not None else ():
             note(progress, line)
-        read = self._dummy(device, layers, stored) if checkpoint is None else checkpoint.read(layers, stored)
+        read = self._dummy(device, layers, stored) if checkpoint is None else checkpoint.read(layers, stored, device)
         with closing(read) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
@@ -448,8 +448,9 @@ class _Stored:
             yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
         yield from self._checkpoint.notes()
 
-    def read(self, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
-        """Yield (name, tensor) of the entries on the CPU. Entries outside the layers come first."""
+    def read(self, layers: bool, stored: bool, device: torch.device) -> Generator[tuple[str, Loaded]]:
+        """Yield (name, tensor) of the entries. Entries outside the layers come first. All are on the CPU, but for codes
+        (`stored`): a GPU puts them in order sooner."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
@@ -462,7 +463,7 @@ class _Stored:
                     entry = self._names[target]
                     if order[0] not in group or not self._quantized.keys() >= set(order):
                         continue
-                    if (codes := self._codes(order, tensors, entry.tensor.dtype)) is not None:
+                    if (codes := self._codes(order, tensors, entry.tensor.dtype, device)) is not None:
                         yielded.update(order)
                         yield entry.name, codes
                 content = self._dequantized([name for name in group if name not in yielded], tensors.__getitem__)
@@ -476,7 +477,7 @@ class _Stored:
         return (name,) if weight is None else tuple(weight.parts.values())
 
     def _codes(
-        self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype
+        self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> tuple[Codes, ...] | None:
         """Return quantised weights of an entry as stored. None if one of them cannot cross the link so."""
         weights = []
@@ -484,7 +485,8 @@ class _Stored:
             weight = self._quantized[name]
             if not weight.in_whole_bytes:  # dequantised, where each value is checked
                 return None
-            weights.append(canonical(weight, {role: stored[part] for role, part in weight.parts.items()}))
+            parts = {role: stored[part] for role, part in weight.parts.items()}
+            weights.append(canonical(weight, parts, device))
             if not weights[-1].fit(dtype):
                 return None
         return tuple(weights)

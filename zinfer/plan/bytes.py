@@ -77,6 +77,7 @@ class Placement(Frozen):
     disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
     kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded
+    form_ratio: float = 1.0  # bytes of resident codes as kernels read them over those at rest
     wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
     expert_ratio: float = 1.0  # bytes of an expert that the CPU reads over those of the model's dtype
     layer_buffers: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
@@ -284,7 +285,7 @@ class Sizes:
             buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
         kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
         unpacked = self.kept_unpacked
-        kept = round((resident - unpacked) * placement.kept_ratio) + unpacked
+        kept = round((resident - unpacked) * placement.kept_ratio * placement.form_ratio) + unpacked
         gpu = Bytes(
             weights=kept // placement.gpus + resident_others,
             kv_cache=kv + draft_kv_bytes(model, batch_size, length),

@@ -307,6 +307,7 @@ class Placer:
             codec="lossless" if self._coded and case.offload != "none" else "none",
             wire_ratio=wire_ratio,
             kept_ratio=wire_ratio if transport.coded_at_rest or native_ratio else 1.0,
+            form_ratio=model.form_ratio if transport.from_codes and quantised and one_gpu else 1.0,
             layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
             kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
             overlapped=transport.overlapped,
@@ -438,7 +439,8 @@ class Placer:
         if placement.experts == "on-demand":
             expert = max(1, round(model.expert_bytes * placement.wire_ratio))
             more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert))
-            kept, free, all_fit = _fitting(self._streamed_sizes(placement), placement.kept_ratio, free - more * expert)
+            ratio = placement.kept_ratio * placement.form_ratio
+            kept, free, all_fit = _fitting(self._streamed_sizes(placement), ratio, free - more * expert)
             if all_fit:
                 room = int(free / (model.expert_bytes * placement.kept_ratio))
                 kept += min(model.routed_bytes // model.expert_bytes, room) * model.expert_bytes
@@ -451,7 +453,9 @@ class Placer:
         more = max(0, min(wanted - depth, free // buffer))
         if placement.ring_depth:
             free -= more * buffer
-        return depth + more, reserved + _fitting(self._layer_sizes, placement.kept_ratio, free)[0]
+        return depth + more, reserved + _fitting(self._layer_sizes, placement.kept_ratio * placement.form_ratio, free)[
+            0
+        ]
 
     @cached_property
     def _layer_sizes(self) -> list[int]:

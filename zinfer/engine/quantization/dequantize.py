@@ -68,9 +68,9 @@ class Codes:
     def fit(self, dtype: torch.dtype) -> bool:
         """Tell whether any codes stand for finite numbers in `dtype`."""
         largest = float(table(self.table, self.scales.device).nan_to_num(0.0, 0.0, 0.0).abs().max())
-        zero = 0.0 if self.zeros is None else float(_zero_values(self).abs().max())
+        zero = 0.0 if self.zeros is None else float(zero_values(self).abs().max())
         bound = min(torch.finfo(self.inner).max, torch.finfo(dtype).max)
-        scale = float(_scale_values(self).abs().max()) * abs(self.factor)
+        scale = float(scale_values(self).abs().max()) * abs(self.factor)
         most = scale * largest + zero * (1.0 if self.minimums else scale)
         return self.divisor != 0 and most / abs(self.divisor) <= bound
 
@@ -122,22 +122,29 @@ def table(name: str, device: torch.device) -> Tensor:
     return numbers.to(device)
 
 
+def numbers_of(codes: Codes) -> Tensor:
+    """Return the codes as bytes, ``[rows, columns]``."""
+    numbers = codes.numbers
+    if codes.bits == 8:
+        return numbers
+    low, high = numbers[:, : -(-codes.columns // 2)], numbers[:, codes.columns // 2 :]
+    numbers = torch.stack([low & 15, low >> 4], dim=-1).flatten(-2)[:, : codes.columns]
+    if (more := codes.bits - 4) > 0:
+        shifts = torch.arange(0, 8, more, dtype=torch.uint8, device=high.device)
+        numbers = numbers | (high[..., None] >> shifts & (1 << more) - 1).flatten(-2) << 4
+    return numbers
+
+
 def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return the matrix of `codes`, ``[rows, columns]`` in `dtype`."""
-    numbers = codes.numbers
-    if codes.bits < 8:
-        low, high = numbers[:, : -(-codes.columns // 2)], numbers[:, codes.columns // 2 :]
-        numbers = torch.stack([low & 15, low >> 4], dim=-1).flatten(-2)[:, : codes.columns]
-        if (more := codes.bits - 4) > 0:
-            shifts = torch.arange(0, 8, more, dtype=torch.uint8, device=high.device)
-            numbers = numbers | (high[..., None] >> shifts & (1 << more) - 1).flatten(-2) << 4
+    numbers = numbers_of(codes)
     if codes.table in _BYTES:
         values = numbers.view(_BYTES[codes.table]).to(torch.float32)
     elif codes.table in _MIDDLES:
         values = numbers.to(torch.float32) - _MIDDLES[codes.table]
     else:
         values = table(codes.table, numbers.device)[numbers.int()]
-    scales, zeros, block = _scale_values(codes).to(torch.float32), codes.zeros, codes.block
+    scales, zeros, block = scale_values(codes).to(torch.float32), codes.zeros, codes.block
     if codes.divisor != 1.0:
         scales = scales / codes.divisor
     if codes.factor != 1.0:
@@ -146,19 +153,21 @@ def expand(codes: Codes, dtype: torch.dtype) -> Tensor:
         block, order = (block[0], 1), codes.order.long()
         scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
     if codes.minimums:
-        values = values * _spread(scales, values.shape, block) - _spread(_zero_values(codes), values.shape, block)
+        values = values * _spread(scales, values.shape, block) - _spread(zero_values(codes), values.shape, block)
         return values.to(codes.inner).to(dtype)
     if zeros is not None:
         values = values - _spread(zeros.to(torch.float32), values.shape, block)
     return (values * _spread(scales, values.shape, block)).to(codes.inner).to(dtype)
 
 
-def _scale_values(codes: Codes) -> Tensor:
+def scale_values(codes: Codes) -> Tensor:
+    """Return the scales, times the factors of their blocks."""
     scales = table(codes.scale_table, codes.scales.device)[codes.scales.int()] if codes.scale_table else codes.scales
     return _multiplied(scales, codes.supers, 0)
 
 
-def _zero_values(codes: Codes) -> Tensor:
+def zero_values(codes: Codes) -> Tensor:
+    """Return zeros, or minimums times the factors of their blocks."""
     assert codes.zeros is not None
     return _multiplied(codes.zeros.to(torch.float32), codes.supers, 1)
 
@@ -180,10 +189,12 @@ def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor
     return scales.repeat_interleave(block[1], dim=1)[:, : shape[1]] if scales.shape[1] > 1 else scales
 
 
-def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:
-    """Return a weight as `Codes`, from its stored tensors by role. Raises CheckpointError as `dequantize` does."""
+def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor], device: torch.device | None = None) -> Codes:
+    """Return a weight as `Codes`, from its stored tensors by role. They are made on `device`, if one is given. Raises
+    CheckpointError as `dequantize` does."""
     if weight.format == "gguf":
-        return _gguf_codes(weight, parts)
+        return _gguf_codes(weight, parts, device)
+    parts = {role: part.to(device) for role, part in parts.items()}
     codes, scales, inner = parts["codes"], parts["scales"], DTYPES[weight.dtype]
     if weight.format in ("fp8", "fp8 or int8"):
         return _eight_bits(weight, codes, scales, parts.get("zeros"), inner)
@@ -281,10 +292,11 @@ def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner:
     return Codes(numbers.flatten(0, 1), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
 
 
-def _gguf_codes(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:
+def _gguf_codes(weight: QuantizedWeight, parts: Mapping[str, Tensor], device: torch.device | None) -> Codes:
     blocks = parts["codes"]
     if weight.convert is not None:
         blocks = torch.from_numpy(weight.convert(*(part.numpy() for part in parts.values())))
+    blocks = blocks.to(device)
     if weight.block[0] == 1:
         return block_codes(weight.kind, blocks, weight.name)
     blocks = blocks.unflatten(-1, (-1, 17))

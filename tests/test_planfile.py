@@ -70,8 +70,7 @@ def test_a_plan_is_found_again_by_its_key(folder: Path, key: PlanKey) -> None:
 def test_every_part_of_the_key_is_in_the_name(key: PlanKey) -> None:
     others = {
         "model": "x", "revision": "x", "dtype": "float16", "load_format": "dummy", "layers": 2, "max_batch_size": 5,
-        "max_seq_len": 33, "cache": "other", "network": 99,
-        "library": "tensorrt", "version": "0", "target": "9.0",
+        "max_seq_len": 33, "network": 99, "library": "tensorrt", "version": "0", "target": "9.0",
     }  # fmt: skip
     assert set(others) == set(PlanKey.model_fields)
     stems = {key.model_copy(update={field: value}).stem for field, value in others.items()}

@@ -21,7 +21,7 @@ class _Walker:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.types = {
-            trt.float32: torch.float32, trt.int32: torch.int32, trt.int64: torch.int64, trt.bool: torch.bool,
+            trt.float32: torch.float32, trt.int32: torch.int32, trt.int64: torch.int64,
         }  # fmt: skip
         self.values: dict[str, Tensor] = {}
 
@@ -57,10 +57,9 @@ class _Walker:
         names = {
             "CONSTANT": "IConstantLayer", "SHUFFLE": "IShuffleLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
             "ELEMENTWISE": "IElementWiseLayer", "UNARY": "IUnaryLayer", "ACTIVATION": "IActivationLayer",
-            "CAST": "ICastLayer", "SELECT": "ISelectLayer", "GATHER": "IGatherLayer",
+            "CAST": "ICastLayer", "GATHER": "IGatherLayer",
             "CONCATENATION": "IConcatenationLayer", "REDUCE": "IReduceLayer", "NORMALIZATION": "INormalizationLayer",
-            "SHAPE": "IShapeLayer", "SLICE": "ISliceLayer", "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
-            "ATTENTION_INPUT": "IAttentionInputLayer", "ATTENTION_OUTPUT": "IAttentionOutputLayer",
+            "SHAPE": "IShapeLayer", "SLICE": "ISliceLayer", "SOFTMAX": "ISoftMaxLayer",
         }  # fmt: skip
         layer.__class__ = getattr(self.trt, names[kind])
         return layer
@@ -85,14 +84,13 @@ class _Walker:
         assert a.dim() == b.dim(), "TensorRT broadcasts dimensions of 1, it does not add any"
         operations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
             "SUM": torch.add,
+            "SUB": torch.sub,
             "PROD": torch.mul,
-            "LESS": torch.lt,
-            "AND": torch.logical_and,
         }
         return operations[layer.op.name](a, b)
 
     def _unary(self, layer: Any, x: Tensor) -> Tensor:
-        return {"SQRT": torch.sqrt, "RECIP": torch.reciprocal, "COS": torch.cos, "SIN": torch.sin}[layer.op.name](x)
+        return {"SQRT": torch.sqrt, "RECIP": torch.reciprocal}[layer.op.name](x)
 
     def _activation(self, layer: Any, x: Tensor) -> Tensor:
         kind = self.trt.ActivationType
@@ -106,11 +104,6 @@ class _Walker:
 
     def _cast(self, layer: Any, x: Tensor) -> Tensor:
         return x.to(self.types[layer.to_type])
-
-    def _select(self, _layer: Any, condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
-        assert condition.dtype == torch.bool
-        assert condition.dim() == then.dim() == otherwise.dim()
-        return torch.where(condition, then, otherwise)
 
     def _gather(self, layer: Any, x: Tensor, indices: Tensor) -> Tensor:
         assert layer.mode == self.trt.GatherMode.DEFAULT
@@ -140,20 +133,6 @@ class _Walker:
         assert set(layer.stride) == {1}
         return x[tuple(slice(0, int(length)) for length in size)]
 
-    def _kv_cache_update(self, layer: Any, cache: Tensor, update: Tensor, write_at: Tensor) -> Tensor:
-        assert layer.cache_mode == self.trt.KVCacheMode.LINEAR
-        for row, start in enumerate(write_at.tolist()):
-            cache[row, :, start : start + update.shape[2]] = update[row]
-        return cache
-
-    def _attention_input(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        attention = layer.attention
-        assert attention.norm_op == self.trt.AttentionNormalizationOp.SOFTMAX
-        assert attention.decomposable
-        assert query.dtype == key.dtype == value.dtype == mask.dtype
-        groups = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        return (query @ key.mT + mask).softmax(-1) @ value
-
-    def _attention_output(self, _layer: Any, x: Tensor) -> Tensor:
-        return x
+    def _softmax(self, layer: Any, x: Tensor) -> Tensor:
+        assert layer.axes == 1 << (x.dim() - 1)
+        return x.softmax(-1)

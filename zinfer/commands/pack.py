@@ -29,6 +29,7 @@ from zinfer.system.host import host_bytes
 @options.allow_nan
 @option("--max-batch-size", options.COUNT, "Maximum sequences in a batch, for tensorrt.")
 @option("--max-seq-len", click.IntRange(min=2), "Maximum tokens of a sequence, prompt and output, for tensorrt.")
+@option("--level", click.IntRange(0, 5), "Optimisation level of the build, for tensorrt.  [default: 1]")
 @options.load_format
 @option("--force", bool, "Replace a plan that exists.", default=None)
 def command(engine: str, output: Path | None, **how: Any) -> None:
@@ -52,8 +53,8 @@ def command(engine: str, output: Path | None, **how: Any) -> None:
         "--engine tensorrt needs --max-batch-size and --max-seq-len: a plan is for given shapes": built
         and None in shape,
         "--weights: a quantised copy is for --engine stream; leave out one of the two": built and weights,
-        "--max-batch-size, --max-seq-len, --load-format and --force are for --engine tensorrt": not built
-        and any((*shape, how["load_format"], how["force"])),
+        "--max-batch-size, --max-seq-len, --level, --load-format and --force are for --engine tensorrt": not built
+        and (any((*shape, how["load_format"], how["force"])) or how["level"] is not None),
         "--layers: a quantised copy has all layers; give --layers where it is used": weights and layers is not None,
         "--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights": weights and allow_nan,
         f"--output {output} is a file: name a folder": not built and output is not None and output.is_file(),
@@ -129,17 +130,18 @@ def _plan(output: Path | None, how: dict[str, Any]) -> Path:
     if path.is_file() and not how["force"]:
         file = planfile.read(path)
         file.check()
-        if file.key != key:
+        if file.key != key or how["level"] not in (None, file.level):
             raise Failure(f"{path} is a plan of other settings: --force replaces it, -o names another file")
         say(f"{path} is there already: nothing to build", err=True)
         return path
     with Watch() as watch, Signals() as signals:
         watch.message(f"building {path} with {tensorrt.name} {tensorrt.version}")
-        weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
+        weights, peak = gb(source.spec.streamed_bytes), gb(peak_host_bytes(source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         try:
             stopped, free = lambda: signals.pending is not None, host_bytes()
-            file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, bool(how["allow_nan"]))
+            level, nan = planfile.LEVEL if how["level"] is None else how["level"], bool(how["allow_nan"])
+            file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, nan, level)
         except Cancelled:
             watch.message("interrupted; nothing is left behind")
             raise SystemExit(128 + (signals.pending or 0)) from None

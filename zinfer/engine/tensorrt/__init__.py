@@ -1,61 +1,60 @@
 """Engine `tensorrt`: runs a plan of `zinfer pack`; the library streams.
 
-The library keeps as many bytes of weights on the GPU as its budget allows and copies the rest in every pass. Offload
-`none` sets the budget to all weights; `cpu` (weights in host memory) sets it to ``--gpu-weights``, or to the library's
-own choice.
+The plan has the decoder layers. What surrounds them stays on the GPU, outside of the plan, and torch computes it: a
+token takes one row of the embedding table, which no pass has to stream. The library keeps as many bytes of the layers
+on the GPU as its budget allows and copies the rest in every pass. Offload `none` sets the budget to all weights; `cpu`
+(weights in host memory) sets it to ``--gpu-weights``, or to the library's own choice.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zinfer.core.engine import TensorRTOptions
-from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, MicroBatch, Work, check_works
-from zinfer.engine.kv_snapshot import RowsPast
+from zinfer.engine.cache import RowCache
+from zinfer.engine.decoder import Decoder, DecoderBatch
+from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import planfile
-from zinfer.engine.tensorrt.attention import Cache
 from zinfer.engine.tensorrt.build import plan_key
 from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor
 from zinfer.engine.tensorrt.library import find_library
-from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 
 
-class TensorRTBatch(MicroBatch):
-    """Micro-batch of the `tensorrt` engine. `mask` ``[B, capacity]`` is False at padding."""
-
-    def __init__(self, mask: Tensor, capacity: int, cache: Cache) -> None:
-        super().__init__(mask.shape[0], mask.shape[1], capacity)
-        self.cache: Cache | None = cache
-        self.mask = torch.ones((self.batch_size, capacity), dtype=torch.bool, device=mask.device)
-        self.mask[:, : self.prompt_len] = mask.bool()
-        self.key_positions = (self.mask.cumsum(-1) - 1).clamp(min=0).int()
-
-
-class TensorRT(Engine[TensorRTBatch]):
+class TensorRT(Decoder[DecoderBatch]):
     """Engine that runs the plan which serves the case. Raises EngineError, with a remedy, where there is none."""
 
     options: TensorRTOptions
-    _executor: Executor | None = None
+    _executor: Executor
 
-    def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        super().__init__(plan, progress)
+    def _load(self) -> None:
         self._library = find_library()
         self.file = self._find_plan()
-        try:
-            self._executor = self._make_executor()
-        except BaseException:
-            self.close()
-            raise
+        state = ModelState(self.plan.model, self.plan.case.load_format, allow_nan=self.plan.case.allow_nan)
+        self.model = state.model
+        self.model.config._attn_implementation = "eager"  # its masks are numbers to add
+        self.progress(f"loading {self.file.path.name}", 0.0)
+        self._executor = self._make_executor()
+        self._opened.callback(self._executor.close)
+        loaded = state.load(self.device, self.progress, layers=False)
+        outside = {name: tensor.to(self.device, copy=True) for name, tensor in loaded}
+        for name, tensor in outside.items():
+            state.entries[name].put(tensor)
+        self._outside_bytes = sum(tensor.nbytes for tensor in outside.values())
+        for index, layer in enumerate(state.layers):
+            layer.forward = partial(self._layer, index)
+        self._ready()
 
     @classmethod
     def unable(cls) -> str | None:
         if not torch.cuda.is_available():
             return "no GPU; `zinfer pack --engine tensorrt` can still build plans here, with TensorRT-RTX"
-        return find_library().why_not(torch.cuda.get_device_capability())
+        library, capability = find_library(), torch.cuda.get_device_capability()
+        return library.why_not(capability) or library.why_no_build(capability)
 
     def _find_plan(self) -> planfile.PlanFile:
         case, load = self.plan.case, self.plan.case.workload
@@ -70,98 +69,77 @@ class TensorRT(Engine[TensorRTBatch]):
         if self.device.type != "cuda":
             raise EngineError(f"engine tensorrt needs a GPU to run {self.file.path}, and this machine has none")
         case = self.plan.case
-        return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
+        return Executor(self._library, self.file, case.gpu_weights, case.offload != "none")
 
-    @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> TensorRTBatch:
-        if past is not None:
-            raise EngineError(self.cannot_snapshot() or "")
-        mask, key = attention_mask.to(self.device), self.file.key
+    def _make_batch(
+        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
+    ) -> DecoderBatch:
+        key = self.file.key
         for name, asked in (("max_batch_size", len(mask)), ("max_seq_len", capacity)):
             if asked > (built := getattr(key, name)):
                 command = planfile.build_command(key.model_copy(update={name: asked}))
                 raise EngineError(f"{name} {asked} is more than the {built} of {self.file.path.name}. Build: {command}")
-        cache = Cache(self.plan.model, len(mask), key.max_seq_len, self.device)
-        self.batches.append(batch := TensorRTBatch(mask, capacity, cache))
-        return batch
+        return super()._make_batch(mask, capacity, moved)
 
-    @torch.inference_mode()
-    def forward(self, works: Sequence[Work[TensorRTBatch]]) -> list[Tensor]:
-        check_works(works, self.batches)
-        return [self._pass(work) for work in works]
+    def _split(self, rows: slice, count: int) -> list[slice]:
+        at_once = self.file.prefill_rows
+        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
-    def _pass(self, work: Work[TensorRTBatch]) -> Tensor:
-        batch, token_ids, keep = work
-        count = token_ids.shape[1]
-        first = batch.length == 0 and count == batch.prompt_len
-        if keep != 1 or not (first or (batch.length and count == 1)):
-            raise EngineError(self.cannot_chunk() or "")
-        token_ids = token_ids.to(self.device)
-        at_once = min(batch.batch_size, self.file.prefill_rows) if first else batch.batch_size
-        parts = [slice(row, min(row + at_once, batch.batch_size)) for row in range(0, batch.batch_size, at_once)]
-        logits = torch.cat([self._run(PREFILL if first else DECODE, batch, token_ids, rows) for rows in parts])
-        batch.length += count
-        return logits[:, None]
+    def _layer(self, index: int, hidden: Tensor, *_args: Any, **inputs: Any) -> Any:
+        """Compute all layers in the place of the first one; the others pass on what they get."""
+        hidden = hidden if index else self._pass(hidden, **inputs)
+        return hidden if inputs.get("alibi") is None else (hidden, None)  # BLOOM's layers return attention, too
 
-    def _run(self, profile: int, batch: TensorRTBatch, token_ids: Tensor, rows: slice) -> Tensor:
-        """Compute the next tokens of `rows`; return the logits ``[b, V]``."""
-        assert self._executor is not None
-        assert batch.cache is not None
-        token_ids = token_ids[rows]
-        (count, new), past = token_ids.shape, batch.length
-        total = past + new
-        index = torch.arange(total, dtype=torch.int32, device=self.device)
-        key_positions = batch.key_positions[rows, :total]
-        inputs, outputs = batch.cache.bind(rows, past)
-        inputs |= {
-            "token_ids": token_ids.int().contiguous(),
-            "positions": key_positions[:, past:].contiguous(),
-            "key_positions": key_positions.contiguous(),
-            "mask": batch.mask[rows, :total].contiguous(),
-            "keys": index,
-            "ends": index[past:] + 1,
-            "last": torch.full((1,), new - 1, dtype=torch.int32, device=self.device),
-        }
-        dtype = getattr(torch, self.plan.model.dtype)
-        logits = torch.empty((count, self.plan.model.vocab_size), dtype=dtype, device=self.device)
-        wanted = {name: tensor for name, tensor in inputs.items() if name in self._executor.inputs}
-        self._executor.run(profile, wanted, outputs | {"logits": logits})
-        return logits
-
-    def cannot_score(self) -> str | None:
-        return f"engine {self.plan.case.engine} returns the logits of the last position only"
-
-    def retire(self, batch: TensorRTBatch, rows: Sequence[int] | None = None) -> None:
-        kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
-        if batch.cache is None or not kept:
-            self.discard(batch)
-            batch.cache = None
-        elif len(kept) < batch.batch_size:
-            index = torch.tensor(kept, device=self.device)
-            batch.cache.keep_rows(index)
-            batch.mask, batch.key_positions = batch.mask[index], batch.key_positions[index]
-            batch.batch_size = len(kept)
+    def _pass(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor,
+        past_key_values: RowCache | None = None,
+        layer_past: RowCache | None = None,
+        position_embeddings: tuple[Tensor, ...] = (),
+        alibi: Tensor | None = None,
+        **_others: Any,
+    ) -> Tensor:
+        """Run the plan on ``[B, S, H]``, and append the new keys and values to the cache."""
+        model, (rows, count) = self.plan.model, hidden.shape[:2]
+        cache = past_key_values if layer_past is None else layer_past
+        assert cache is not None
+        # Half of the lowest number: a row of padding attends to all keys equally; to none would give NaN.
+        bias = attention_mask.clamp(min=torch.finfo(hidden.dtype).min / 2).expand(rows, 1, count, -1)
+        inputs = {"hidden": hidden.contiguous(), "bias": bias.contiguous()}
+        for name, table in zip(("cos", "sin"), position_embeddings, strict=False):
+            inputs[name] = table.expand(rows, -1, -1)[:, None].contiguous()
+        if alibi is not None:
+            inputs["alibi"] = alibi.view(rows, model.num_heads, 1, -1)
+        outputs = {"output": torch.empty_like(inputs["hidden"])}
+        shape = len(cache.layers), 2, rows, model.num_kv_heads, count, model.head_dim
+        states = hidden.new_empty(shape).unbind()
+        for index, (layer, new) in enumerate(zip(cache.layers, states, strict=True)):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*new)
+            for part, name in enumerate((f"key_{index}", f"value_{index}")):
+                inputs[f"past_{name}"] = layer.memories[part][layer.rows]
+                outputs[name] = new[part]
+        self._executor.run(DECODE if count == 1 else PREFILL, inputs, outputs)
+        for layer, new in zip(cache.layers, states, strict=True):
+            layer.update(*new)
+        return outputs["output"]
 
     def effective(self) -> Effective:
-        assert self._executor is not None
         executor, weight_bytes = self._executor, self.file.weight_bytes
+        fixed = self._outside_bytes + max(0, weight_bytes - executor.streamable)  # it may count what it adds itself
         return Effective(
-            gpu_weight_bytes=weight_bytes - executor.streamable + executor.budget,
+            gpu_weight_bytes=fixed + executor.budget,
             host_weight_bytes=executor.streamable,  # the library keeps all in host memory, whatever the budget
             streamed_bytes_per_step=executor.streamable - executor.budget,
             shortfall=executor.shortfall(weight_bytes),
             settings={
                 "library": f"{self._library.name} {self._library.version}",
                 "plan": self.file.path.name,
+                "level": self.file.level,
                 "streamable_bytes": executor.streamable,
                 "budget_bytes": executor.budget,
                 "scratch_bytes": executor.scratch,
                 "library_gpu_bytes": executor.taken,
             },
         )
-
-    def close(self) -> None:
-        self.clear()
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None

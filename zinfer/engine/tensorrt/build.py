@@ -27,7 +27,7 @@ from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
-from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
+from zinfer.engine.tensorrt.planfile import LEVEL, PlanFile, PlanKey
 from zinfer.plan.bytes import Placement
 from zinfer.system import atomic
 
@@ -68,18 +68,20 @@ def build(
     cancelled: Callable[[], bool] = lambda: False,
     host_bytes: int | None = None,
     allow_nan: bool = False,
+    level: int = LEVEL,
 ) -> PlanFile:
-    """Build the plan of `key` into `path`, which appears when whole. Raises EngineError for a model, a type or a shape
-    without a network, and where the disk or host memory (`host_bytes`) is too small; MemoryError or torch's
-    OutOfMemoryError when the library runs out of memory; and Cancelled. No files are left behind after an error."""
-    if spec.dtype == "float32" and spec.weight_bytes > CODE_BYTES:
+    """Build the plan of `key` into `path`, which appears when whole. A higher `level` (0 to 5) tries more kernels.
+    Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
+    (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
+    Cancelled. No plan is left behind after an error."""
+    if spec.dtype == "float32" and spec.streamed_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
     if host_bytes is not None and peak_host_bytes(spec) > host_bytes:
         needed = gb(peak_host_bytes(spec))
         raise EngineError(
             f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
         )
-    planfile.check_space(path.parent, 2 * spec.weight_bytes + CODE_BYTES)
+    planfile.check_space(path.parent, 2 * spec.streamed_bytes + CODE_BYTES)
     started = time.monotonic()
     trt, messages = library.module, Messages(library.module)
     builder = trt.Builder(messages.logger)
@@ -98,41 +100,44 @@ def build(
         net = make_network(library, network, state.model, spec, tensors, key.max_seq_len)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        config.builder_optimization_level = level
         config.progress_monitor = _monitor(trt, progress, cancelled)
         for profile in profiles(builder, net.inputs, key):
             if config.add_optimization_profile(profile) < 0:
                 raise messages.failure(f"{library.name} refused the shapes of {path.name}")
-        with atomic.writing(path) as stream:
-            writer = _writer(trt, stream, cancelled)
-            built = builder.build_serialized_network_to_stream(network, config, writer)
+        timings = f"{library.name}-{library.version}-{key.target.replace(', ', '_')}.timings"
+        with _timing_cache(config, path.with_name(timings)):
+            built = builder.build_serialized_network(network, config)
             if cancelled():
                 raise Cancelled
-            if writer.error is not None:
-                raise writer.error
-            if not built:
+            if built is None:
                 raise messages.failure(f"{library.name} could not build {path.name}")
+            with atomic.writing(path) as stream:
+                stream.write(built)
+        weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return planfile.finish(
         path,
         key,
         prefill_rows=Placement().prefill_rows(key.max_batch_size, key.max_seq_len),
-        weight_bytes=spec.weight_bytes,
+        weight_bytes=weight_bytes,
         build_s=round(time.monotonic() - started, 1),
         allow_nan=allow_nan,
+        level=level,
     )
 
 
 def peak_host_bytes(spec: ModelSpec) -> int:
     """Return the bytes of host memory that a build takes."""
-    return COPIES * spec.weight_bytes + WORKING_BYTES
+    return COPIES * spec.streamed_bytes + WORKING_BYTES
 
 
 def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
-    """Yield the optimisation profiles: prefill (no past), decode (one token)."""
+    """Yield the optimisation profiles: for several new positions, and for one of each row."""
     batch, length = key.max_batch_size, key.max_seq_len
-    rows = Placement().prefill_rows(batch, length)
+    rows, any_length = Placement().prefill_rows(batch, length), (1, length, length)
     bounds: tuple[dict[str, tuple[int, int, int]], ...] = (
-        {"B": (1, rows, rows), "S": (1, length, length), "T": (1, length, length)},
-        {"B": (1, batch, batch), "S": (1, 1, 1), "T": (2, max(2, length), max(2, length))},
+        {"B": (1, rows, rows), "S": any_length, "T": any_length, "C": any_length},
+        {"B": (1, batch, batch), "S": (1, 1, 1), "T": any_length, "C": any_length},
     )
     for bound in bounds:
         profile = builder.create_optimization_profile()
@@ -144,48 +149,55 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
 
 @contextmanager
 def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """Provide the model's parameters and buffers, as views of a mapped file."""
-    blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items())
+    """Provide the parameters and buffers of the layers, as views of a mapped file."""
+    blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items() if entry.layer is not None)
+    # A GPU draws dummy weights a hundred times as fast, and the same ones as for other engines.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryFile(dir=folder) as file:
         file.truncate(size)
         mapped = mmap.mmap(file.fileno(), size)
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         views = {name: block.view(memory) for name, block in blocks.items()}
-        for name, tensor in state.load(torch.device("cpu"), progress):
-            views[name].copy_(tensor)
+        for name, tensor in state.load(device, progress):
+            if name in views:
+                views[name].copy_(tensor)
         yield views
 
 
-def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
-    """Return a stream writer of the library; its `error` holds an OSError."""
-
-    class Writer(trt.IStreamWriter):  # type: ignore[misc]
-        error: OSError | None = None
-
-        def write(self, data: bytes) -> int:
-            try:
-                return 0 if cancelled() or self.error is not None else int(stream.write(data))
-            except OSError as error:
-                self.error = error
-                return 0
-
-    return Writer()
+@contextmanager
+def _timing_cache(config: Any, path: Path) -> Iterator[None]:
+    """Use, and then update, the times of kernels that earlier builds measured. Those of another GPU are dropped."""
+    for content in (path.read_bytes() if path.is_file() else b"", b""):
+        cache = config.create_timing_cache(content)
+        if cache is not None and config.set_timing_cache(cache, False):
+            break
+    yield
+    if content := bytes(config.get_timing_cache().serialize()):
+        atomic.write(path, content)
 
 
 def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
-    """Return a progress monitor that reports the latest phase."""
-    steps_of: dict[str, int] = {}
+    """Return a progress monitor; a phase within another is a step of it."""
+    phases: dict[str, tuple[int, int]] = {}  # phases under way, the outermost first: steps done, steps
+
+    def tell() -> None:
+        share, width = 0.0, 1.0
+        for done, steps in phases.values():
+            share, width = share + width * done / steps, width / steps
+        progress(next(iter(phases)).lower(), min(1.0, share))
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def phase_start(self, name: str, _parent: str | None, steps: int) -> None:
-            steps_of[name] = max(1, steps)
-            progress(name.lower(), 0.0)
+            phases[name] = 0, max(1, steps)
+            tell()
 
         def phase_finish(self, name: str) -> None:
-            steps_of.pop(name, None)
+            phases.pop(name, None)
 
         def step_complete(self, name: str, step: int) -> bool:
-            progress(name.lower(), min(1.0, (step + 1) / steps_of.get(name, 1)))
+            if name in phases:
+                phases[name] = step + 1, phases[name][1]
+                tell()
             return not cancelled()
 
     return Monitor()

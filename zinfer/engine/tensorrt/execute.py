@@ -1,19 +1,17 @@
 """Execution of a plan on the GPU, with buffers that torch owns."""
 
-from typing import Any, BinaryIO
+import mmap
 
 import torch
 from torch import Tensor
 
 from zinfer.core.case import resident_bytes
-from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.planfile import PlanFile
 
 PREFILL, DECODE = 0, 1  # numbers of the plan's optimisation profiles
-READ_BYTES = 64 << 20  # bytes of the plan read at a time
 SLACK_BYTES = 1 << 30  # GPU memory that a library may take besides weights and scratch: contexts, kernels
 
 
@@ -22,17 +20,16 @@ class Executor:
     the library decides); else all. Raises EngineError for a GPU that the library does not support and for a plan that
     it refuses."""
 
-    def __init__(
-        self, library: Library, file: PlanFile, gpu_weights: str | None, offload: bool, progress: Progress = silent
-    ) -> None:
+    def __init__(self, library: Library, file: PlanFile, gpu_weights: str | None, offload: bool) -> None:
         trt, self._messages = library.module, Messages(library.module)
         if why := library.why_not(torch.cuda.get_device_capability()):
             raise EngineError(why)
         self._stream = torch.cuda.Stream()
         self._runtime = trt.Runtime(self._messages.logger)
         before = torch.cuda.mem_get_info()[0]
-        with file.path.open("rb") as stream:
-            self._engine = self._runtime.deserialize_cuda_engine(_reader(trt, stream, file.size, progress))
+        with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            mapped.madvise(mmap.MADV_WILLNEED)
+            self._engine = self._runtime.deserialize_cuda_engine(mapped)
         if self._engine is None:
             raise self._messages.failure(f"{library.name} cannot load {file.path}")
         self.streamable: int = self._engine.streamable_weights_size
@@ -45,12 +42,7 @@ class Executor:
         if self._context is None:
             raise self._messages.failure(f"{library.name} cannot run {file.path}")
         self.taken: int = before - torch.cuda.mem_get_info()[0]  # bytes of GPU memory
-        self.inputs = tuple(
-            name
-            for name in map(self._engine.get_tensor_name, range(self._engine.num_io_tensors))
-            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        )
-        self._profile = -1
+        self._profile, self._bound = -1, dict[str, tuple[int, tuple[int, ...]]]()
         self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
 
     def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
@@ -62,12 +54,14 @@ class Executor:
         if profile != self._profile:
             if not context.set_optimization_profile_async(profile, stream.cuda_stream):
                 raise self._messages.failure(f"cannot switch to profile {profile}", RuntimeError)
-            self._profile = profile
-        for name, tensor in inputs.items():
-            if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise self._messages.failure(f"the plan does not allow {name} of shape {tuple(tensor.shape)}")
+            self._profile, self._bound = profile, {}
         for name, tensor in [*inputs.items(), *outputs.items()]:
-            context.set_tensor_address(name, tensor.data_ptr())
+            address, shape = self._bound.pop(name, (0, ()))
+            if name in inputs and shape != tensor.shape and not context.set_input_shape(name, tuple(tensor.shape)):
+                raise self._messages.failure(f"the plan does not allow {name} of shape {tuple(tensor.shape)}")
+            if address != tensor.data_ptr():
+                context.set_tensor_address(name, tensor.data_ptr())
+            self._bound[name] = tensor.data_ptr(), tuple(tensor.shape)
         needed = context.update_device_memory_size_for_shapes()
         if needed > self._memory.numel():
             del self._memory  # before the new one is taken
@@ -79,7 +73,7 @@ class Executor:
 
     def shortfall(self, weight_bytes: int) -> str | None:
         """Return how the library departed from its settings, if it did."""
-        allowed = weight_bytes - self.streamable + self.budget + self.scratch
+        allowed = max(0, weight_bytes - self.streamable) + self.budget + self.scratch
         if self.budget != self.asked:
             return f"a weight budget of {gb(self.asked)} was requested, and the library set {gb(self.budget)}"
         if self.budget < self.streamable and self.taken > 1.05 * allowed + SLACK_BYTES:
@@ -91,19 +85,3 @@ class Executor:
         torch.cuda.synchronize()
         self._context = self._engine = self._runtime = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
-    """Return a stream reader of the library over a plan file."""
-
-    class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
-        def read(self, num_bytes: int, _stream: int) -> bytes:
-            data = stream.read(min(num_bytes, READ_BYTES))
-            progress("loading the plan", stream.tell() / size)
-            return data
-
-        def seek(self, offset: int, where: Any) -> bool:
-            stream.seek(offset, int(where))
-            return True
-
-    return Reader()

@@ -1,6 +1,6 @@
 """Libraries with one Python API: TensorRT and TensorRT-RTX.
 
-TensorRT (`tensorrt`, 10.15 or later) builds a plan for the GPU of the machine. TensorRT-RTX (`tensorrt_rtx`) builds
+TensorRT (`tensorrt`, 10.6 or later) builds a plan for the GPU of the machine. TensorRT-RTX (`tensorrt_rtx`) builds
 without a GPU, for every GPU that it supports, and leaves the last stage of compilation to the machine that runs the
 plan.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, util
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ LIBRARIES: dict[Name, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_
 RTX_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
 RTX_FROM = (12, 0)
 RTX_TARGET = "8.0, 8.6, 8.9, 12.x"  # targets of a plan built with the library's defaults
+RESOURCE = "libnvinfer_builder_resource"  # kernels to build with: in one file for all GPUs, or in one for each kind
+INSTALL = "see docs/engines.md for packages that have it"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,18 @@ class Library:
             )
         return None
 
+    def why_no_build(self, capability: tuple[int, int]) -> str | None:
+        """Return which file is missing to build plans for a GPU, if so. Some packages of TensorRT have the kernels of a
+        few GPUs only."""
+        loaded = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line)
+        folders = {Path(path).parent for path in loaded if Path(path).name.startswith("libnvinfer.so")}
+        folders |= {Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder}
+        found = {path.name.split(".")[0] for folder in folders for path in folder.glob(f"{RESOURCE}*.so.*")}
+        wanted = f"{RESOURCE}_sm{capability[0]}{capability[1]}"
+        if self.name == "tensorrt-rtx" or found & {RESOURCE, wanted}:
+            return None
+        return f"TensorRT {self.version} has no {wanted}.so, without which it builds no plan for this GPU: {INSTALL}"
+
 
 def capability_text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
@@ -68,9 +83,9 @@ def find_library() -> Library:
                 module = import_module(LIBRARIES[name])
             except (ImportError, OSError) as error:
                 raise environment_error(EngineError(f"{name} is installed but does not load: {error}")) from None
-            if not hasattr(module.INetworkDefinition, "add_kv_cache_update"):  # before TensorRT 10.15
+            if not hasattr(module.ICudaEngine, "weight_streaming_budget_v2"):
                 remedy = f"pip install -U 'zinfer[{name}]'"
-                raise environment_error(EngineError(f"{name} {module.__version__} has no KV cache layers: {remedy}"))
+                raise environment_error(EngineError(f"{name} {module.__version__} is too old: {remedy}"))
             return Library(module, name, module.__version__)
     lines = " or ".join(f"pip install 'zinfer[{name}]'" for name in LIBRARIES)
     raise environment_error(EngineError(f"engine tensorrt needs {' or '.join(LIBRARIES)}: {lines}"))

@@ -1,13 +1,17 @@
-"""Decoders as TensorRT networks: BLOOM, Llama, Mistral, Qwen2.
+"""Decoder layers as TensorRT networks: BLOOM, Llama, Mistral, Qwen2.
 
-A decoder's shape and the names of its parameters come from its `transformers` model. A parameter that the network does
-not use is an error: an unknown variant is refused, not approximated.
+The names and shapes of parameters come from the `transformers` model, which also computes what surrounds the layers. A
+parameter of a layer that the network does not use is an error: an unknown variant is refused, not approximated.
 
-The inputs, besides the attention's, are ``token_ids [B, S]``, ``positions [B, S]`` for models with position embeddings,
-and ``last [1]``, the index of the last token. The output is ``logits [B, V]``.
+Inputs, with P cached positions, S new ones and T = P + S: ``hidden [B, S, H]``; ``bias [B, 1, S, T]``, added to
+attention scores; ``cos`` and ``sin [B, 1, S, D]``, or for BLOOM ``alibi [B, heads, 1, T]``; ``past_{key,value}_i [B,
+kv_heads, C, D]``, the KV cache, of which the first P positions are read. Outputs: ``output [B, S, H]``, and
+``{key,value}_i [B, kv_heads, S, D]``, for the caller to append. So a pass copies each layer's cache once, inside the
+GPU, to put the new positions behind it, and writes nothing of it back.
 """
 
 from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import torch
@@ -16,11 +20,10 @@ from transformers import PreTrainedModel
 
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
-from zinfer.engine.tensorrt.attention import Attention
 from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
 
-NETWORK_VERSION = 1  # part of a plan's key; raise it when the code in this folder changes what a network computes
+NETWORK_VERSION = 2  # part of a plan's key; raise it when the code in this folder changes what a network computes
 
 
 def make_network(
@@ -31,9 +34,9 @@ def make_network(
     weights: dict[str, Tensor],
     max_seq_len: int,
 ) -> Net:
-    """Fill `network` with the decoder of `model`. `model` is made by `zinfer.checkpoint.architecture.empty_model`, for
-    sequences of up to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned
-    `Net`. Raises EngineError for a model that differs in any detail from the decoders above."""
+    """Fill `network` with the decoder layers of `model`, for sequences of up to `max_seq_len` tokens. `weights` are the
+    layers' parameters, on the CPU, and must outlive the returned `Net`. Raises EngineError for a model that differs in
+    any detail from the decoders above."""
     body = BODIES.get(spec.architecture)
     if body is None:
         raise EngineError(
@@ -44,11 +47,8 @@ def make_network(
     if limit is not None and max_seq_len > limit:
         raise EngineError(f"--max-seq-len {max_seq_len} is more than the {limit} positions of {spec.name}")
     net = Net(library, network, weights, getattr(torch, spec.dtype))
-    hidden = body(net, model, spec, max_seq_len)
-    last = net.gather(hidden, net.input("last", torch.int32, (1,)), 1)
-    name = "lm_head" if net.has("lm_head.weight") else _embedding(model).removesuffix(".weight")
-    width = model.get_input_embeddings().weight.shape[1]
-    net.output("logits", net.linear(net.shuffle(last, (0, width)), name))  # two dimensions, like a tied embedding
+    hidden = net.input("hidden", net.dtype, ("B", "S", model.get_input_embeddings().weight.shape[1]))
+    net.output("output", body(net, hidden, model, spec, max_seq_len))
     if net.unused:
         raise EngineError(
             f"{spec.name} has parameters that the {spec.architecture} network does not use: {min(net.unused)}"
@@ -57,15 +57,34 @@ def make_network(
     return net
 
 
-def _embedding(model: PreTrainedModel) -> str:
-    """Return the name of the token embedding, also a tied head."""
-    table = model.get_input_embeddings().weight
-    return next(str(name) for name, parameter in model.named_parameters() if parameter is table)
+class Attention:
+    """Attention of all layers of a network. Queries that share a key are rows of one product."""
 
+    def __init__(self, net: Net, spec: ModelSpec, alibi: bool = False) -> None:
+        self.net, self.spec = net, spec
+        bias = net.input("bias", net.dtype, ("B", 1, "S", "T"))
+        total, new = (net.gather(net.shape(bias), net.constant([axis]), 0) for axis in (3, 2))
+        self._past = net.binary("SUB", total, new)
+        if alibi:
+            bias = net.add(net.input("alibi", net.dtype, ("B", spec.num_heads, 1, "T")), bias)
+        groups = spec.num_heads // spec.num_kv_heads
+        self.bias = net.concat([bias] * groups, 2) if groups > 1 else bias
 
-def _embedded(net: Net, model: PreTrainedModel) -> Node:
-    token_ids = net.input("token_ids", torch.int32, ("B", "S"))
-    return net.gather(net.parameter(_embedding(model), 2), token_ids, 0)
+    def __call__(self, layer: int, query: Node, key: Node, value: Node) -> Node:
+        """Add attention of `layer`; return ``[B, S, heads · D]``. Queries are ``[B, heads, S, D]``, new keys and values
+        ``[B, kv_heads, S, D]``."""
+        net, spec = self.net, self.spec
+        cached = []
+        for name, new in (("key", key), ("value", value)):
+            past = net.input(f"past_{name}_{layer}", net.dtype, ("B", spec.num_kv_heads, "C", spec.head_dim))
+            net.output(f"{name}_{layer}", new)
+            cached.append(net.concat([net.head(past, 2, self._past), new], 2))
+        query = net.multiply(query, net.scalar(1 / sqrt(spec.head_dim), 4))
+        rows = net.shuffle(query, (0, spec.num_kv_heads, -1, spec.head_dim))
+        scores = net.add(net.product(rows, cached[0], turned=True), self.bias)
+        mixed = net.product(net.softmax(scores), cached[1])
+        heads = net.shuffle(mixed, (0, spec.num_heads, -1, spec.head_dim), after=(0, 2, 1, 3))
+        return net.shuffle(heads, (0, 0, spec.num_heads * spec.head_dim))
 
 
 def _heads(net: Net, x: Node, heads: int, spec: ModelSpec) -> Node:
@@ -78,13 +97,9 @@ def _require(holds: bool, spec: ModelSpec, what: str) -> None:
         raise EngineError(f"{spec.name}: the TensorRT network does not support {what}; use --engine stream")
 
 
-def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
+def _bloom(net: Net, hidden: Node, model: PreTrainedModel, spec: ModelSpec, _max_seq_len: int) -> Node:
     config, eps = model.config, model.config.layer_norm_epsilon
-    slopes = build_alibi_tensor(torch.ones(1, 2), spec.num_heads, torch.float32)[:, 0, 1]  # ALiBi of key position 1
-    attend = Attention(net, spec, max_seq_len, slopes)
-    hidden = net.layer_norm(_embedded(net, model), "transformer.word_embeddings_layernorm", eps)
+    attend = Attention(net, spec, alibi=True)
     for index in range(spec.num_layers):
         prefix = f"transformer.h.{index}"
         normed = net.layer_norm(hidden, f"{prefix}.input_layernorm", eps)
@@ -98,22 +113,16 @@ def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) 
         residual = normed if config.apply_residual_connection_post_layernorm else hidden
         inner = net.activation(net.linear(normed, f"{prefix}.mlp.dense_h_to_4h"), "GELU_TANH")
         hidden = net.add(net.linear(inner, f"{prefix}.mlp.dense_4h_to_h"), residual)
-    return net.layer_norm(hidden, "transformer.ln_f", eps)
+    return hidden
 
 
-def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
+def _llama(net: Net, hidden: Node, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
     config, eps = model.config, model.config.rms_norm_eps
     _require(config.hidden_act in ("silu", "swish"), spec, f"the activation {config.hidden_act}")
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    _require(
-        kind in ("default", "linear", "llama3", "yarn"), spec, f"rotary embedding {kind}, which changes with length"
-    )
     window = getattr(config, "sliding_window", None)
     if window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",)):
         _require(max_seq_len <= window, spec, f"a sliding window ({window}) shorter than --max-seq-len {max_seq_len}")
-    attend = Attention(net, spec, max_seq_len)
-    rotate = _rotary(net, model, spec)
-    hidden = _embedded(net, model)
+    attend, rotate = Attention(net, spec), _rotary(net, model, spec)
     for index in range(spec.num_layers):
         prefix = f"model.layers.{index}"
         normed = net.rms_norm(hidden, f"{prefix}.input_layernorm", eps)
@@ -128,7 +137,7 @@ def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) 
         swish = net.multiply(gate, net.activation(gate, "SIGMOID"))
         gated = net.multiply(swish, net.linear(normed, f"{prefix}.mlp.up_proj"))
         hidden = net.add(hidden, net.linear(gated, f"{prefix}.mlp.down_proj"))
-    return net.rms_norm(hidden, "model.norm", eps)
+    return hidden
 
 
 def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node], Node]:
@@ -136,11 +145,7 @@ def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node
     module = next(part for part in model.modules() if hasattr(part, "inv_freq"))
     half = spec.head_dim // 2
     _require(module.inv_freq.numel() == half, spec, "a rotary embedding of part of the head")
-    positions = net.cast(net.input("positions", torch.int32, ("B", "S")), torch.float32)
-    angles = net.multiply(net.shuffle(positions, (0, 1, -1, 1)), net.constant(module.inv_freq.float().cpu(), 4))
-    both = net.concat([angles, angles], 3)
-    scale = net.scalar(module.attention_scaling, 4, torch.float32)
-    cos, sin = (net.cast(net.multiply(net.unary(both, name), scale), net.dtype) for name in ("COS", "SIN"))
+    cos, sin = (net.input(name, net.dtype, ("B", 1, "S", spec.head_dim)) for name in ("cos", "sin"))
     swapped = net.constant([*range(half, 2 * half), *range(half)])
     signs = net.constant(torch.tensor([-1.0] * half + [1.0] * half, dtype=net.dtype), 4)
 
@@ -151,5 +156,5 @@ def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node
     return rotate
 
 
-Body = Callable[[Net, PreTrainedModel, ModelSpec, int], Node]
+Body = Callable[[Net, Node, PreTrainedModel, ModelSpec, int], Node]
 BODIES: dict[str, Body] = {"bloom": _bloom, "llama": _llama, "mistral": _llama, "qwen2": _llama}

@@ -33,12 +33,11 @@ class Net:
             torch.float16: trt.float16,
             torch.bfloat16: trt.bfloat16,
             torch.int32: trt.int32,
-            torch.bool: trt.bool,
         }
 
     def input(self, name: str, dtype: torch.dtype, shape: Sequence[int | str]) -> Node:
         """Add an input. A letter in `shape` is a dimension that the optimisation profiles bound: B sequences, S new
-        tokens, T all tokens."""
+        positions, T all positions, C positions that the KV cache has room for."""
         self.inputs[name] = tuple(shape)
         sizes = tuple(size if isinstance(size, int) else -1 for size in shape)
         return self.network.add_input(name, self.types[dtype], sizes)
@@ -106,9 +105,6 @@ class Net:
             return x
         return self.out(self.network.add_cast(x, self.types[dtype]), "cast")
 
-    def select(self, condition: Node, then: Node, otherwise: Node) -> Node:
-        return self.out(self.network.add_select(condition, then, otherwise), "select")
-
     def gather(self, x: Node, indices: Node, axis: int) -> Node:
         return self.out(self.network.add_gather(x, indices, axis), "gather")
 
@@ -141,11 +137,23 @@ class Net:
             layer.second_transpose = tuple(after)
         return node
 
+    def product(self, a: Node, b: Node, turned: bool = False) -> Node:
+        """Return ``a @ b``, or ``a @ b.mT`` if `turned`."""
+        kind = self.trt.MatrixOperation
+        layer = self.network.add_matrix_multiply(a, kind.NONE, b, kind.TRANSPOSE if turned else kind.NONE)
+        return self.out(layer, "matrix multiply")
+
+    def softmax(self, x: Node) -> Node:
+        """Add a softmax over the last axis."""
+        layer = self.network.add_softmax(x)
+        node = self.out(layer, "softmax")
+        layer.axes = 1 << (len(x.shape) - 1)
+        return node
+
     def linear(self, x: Node, name: str) -> Node:
         """Return ``x @ weight.T (+ bias)`` with the parameters of `name`."""
-        rank, kind = len(x.shape), self.trt.MatrixOperation
-        weight = self.parameter(f"{name}.weight", rank)
-        y = self.out(self.network.add_matrix_multiply(x, kind.NONE, weight, kind.TRANSPOSE), "matrix multiply")
+        rank = len(x.shape)
+        y = self.product(x, self.parameter(f"{name}.weight", rank), turned=True)
         return self.add(y, self.parameter(f"{name}.bias", rank)) if self.has(f"{name}.bias") else y
 
     def layer_norm(self, x: Node, name: str, epsilon: float) -> Node:

@@ -8,7 +8,7 @@ is written last, so a plan without it is not finished.
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from zinfer.system import atomic
 from zinfer.system.documents import read_object
 
 PLANS = Path("engines/plans")
+LEVEL = 1  # builder optimisation level: 3, the library's default, takes twice as long or longer
 END_BYTES = 1 << 20  # bytes at either end that the checksum covers; a sum over 350 GB would take minutes
 
 
@@ -35,7 +36,6 @@ class PlanKey(Frozen):
     layers: int | None  # decoder layers of a slice; None for the whole model
     max_batch_size: int
     max_seq_len: int  # prompt and generated tokens together
-    cache: Literal["native"] = "native"  # layers that hold the KV cache
     network: int  # NETWORK_VERSION
     library: Name
     version: str
@@ -57,9 +57,10 @@ class PlanFile(Frozen):
     size: int  # bytes
     checksum: str
     prefill_rows: int  # sequences in one prefill pass
-    weight_bytes: int
+    weight_bytes: int  # bytes of the layers' weights
     build_s: float = 0.0
     allow_nan: bool = False  # weights with NaN or infinity may be in it
+    level: int = LEVEL
 
     def check(self) -> None:
         """Raise EngineError unless the file exists, whole and unchanged."""

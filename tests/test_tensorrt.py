@@ -4,10 +4,13 @@ Without a GPU an engine cannot run, so the network definition is read back and e
 with the engine's own prefill, decode and KV cache around it.
 """
 
+import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests import Checkpoints, Patch, walker
 from tests.inline import MACHINE
 from tests.running import decode, prefill
+from tools import install_tensorrt
 from zinfer.checkpoint.architecture import empty_model
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case, Workload
@@ -24,6 +28,7 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
+from zinfer.engine.base import Work
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import TensorRT, planfile
 from zinfer.engine.tensorrt.build import build, plan_key
@@ -136,7 +141,30 @@ def test_networks_give_the_logits_of_transformers(architecture: str, library: Li
             torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
     with pytest.raises(IndexError):
         decode(engine, token)
-    assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[union-attr]
+    assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "llama"])
+def test_rows_move_go_on_from_chunks_and_forget(architecture: str, library: Library, checkpoint: Checkpoints) -> None:
+    spec = resolve(str(checkpoint(architecture)), None, None)
+    build_here(library, spec)
+    engine = WalkingTensorRT(case_plan(spec))
+    token_ids = torch.randint(4, spec.vocab_size, (1, 12), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(spec.directory, dtype=torch.float32).eval()
+        expected = reference(input_ids=token_ids).logits
+    first, second = (engine.admit(torch.ones(1, length), 20) for length in (8, 5))
+    engine.forward([Work(first, token_ids[:, :3]), Work(second, token_ids[:, :5])])
+    (logits,) = engine.forward([Work(first, token_ids[:, 3:8], keep=5)])
+    torch.testing.assert_close(logits, expected[:, 3:8], rtol=1e-4, atol=1e-4)
+    both = engine.move_rows([(first, [0]), (second, [0])], 20)
+    drafts = torch.stack([token_ids[0, 8:11], token_ids[0, 5:8]])
+    (logits,) = engine.forward([Work(both, drafts, keep=3)])
+    torch.testing.assert_close(logits[0], expected[0, 8:11], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[1], expected[0, 5:8], rtol=1e-4, atol=1e-4)
+    engine.rollback(both, torch.tensor([9, 11]))
+    (logits,) = engine.forward([Work(both, torch.stack([token_ids[0, 9:10], token_ids[0, 8:9]]))])
+    torch.testing.assert_close(logits[:, 0], torch.stack([expected[0, 9], expected[0, 8]]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +176,7 @@ def test_networks_give_the_logits_of_transformers(architecture: str, library: Li
     ],
 )
 def test_the_library_builds_what_users_build(
-    architecture: str, dtype: str, library: Library, checkpoint: Checkpoints
+    architecture: str, dtype: str, library: Library, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     spec = resolve(str(checkpoint(architecture)), dtype, None)  # type: ignore[arg-type]
     file = build_here(library, spec)
@@ -158,9 +186,13 @@ def test_the_library_builds_what_users_build(
     assert sorted(path.suffix for path in planfile.PLANS.iterdir()) == [".json", ".plan", ".timings"]
     timings = next(planfile.PLANS.glob("*.timings"))
     timings.write_bytes(b"damaged")
+    monkeypatch.setattr(Library, "writes_streams", False)  # as before TensorRT 10.8
     build(library, file.key, spec, file.path, level=0)
     assert timings.read_bytes() != b"damaged"
-    assert planfile.read(file.path).level == 0 != file.level
+    again = planfile.read(file.path)
+    again.check()
+    assert again.size > spec.streamed_bytes
+    assert again.level == 0 != file.level
 
 
 def test_the_plan_has_the_layers_and_nothing_else(library: Library, checkpoint: Checkpoints) -> None:
@@ -251,6 +283,10 @@ def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, ch
     effective = engine.effective()
     assert effective.streamed_bytes_per_step == 750
     assert effective.gpu_weight_bytes == spec.weight_bytes - 750
+    engine._executor.streamable = spec.streamed_bytes + 1408  # the library may count what it adds
+    engine._executor.budget = 0
+    assert engine.effective().gpu_weight_bytes == spec.other_bytes
+    engine._executor.streamable = 1000
     assert effective.settings["budget_bytes"] == 250
     assert engine._executor is not None
     for gpu_weights, budget, fine in (("0%", 0, True), ("25%", 1000, False), ("25%", 250, True), ("auto", 1000, True)):
@@ -296,6 +332,36 @@ def test_rtx_names_the_gpus_it_does_not_run_on(library: Library, capability: tup
     assert Library(library.module, "tensorrt", "10.9").why_not(capability) is None
     if not runs:
         assert "pip install 'zinfer[tensorrt]'" in str(why)
+
+
+def test_a_library_that_cannot_build_for_a_gpu_names_the_file(
+    library: Library, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    proper = Library(library.module, "tensorrt", "10.15.1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    (tmp_path / "libnvinfer_builder_resource_ptx.so.10.15.1").touch()
+    assert "libnvinfer_builder_resource_sm90.so" in str(proper.why_no_build((9, 0)))
+    assert Library(library.module, "tensorrt-rtx", "1.7").why_no_build((9, 0)) is None
+    for name in ("libnvinfer_builder_resource_sm90.so.10.15.1", "libnvinfer_builder_resource.so.10.6.0"):
+        (tmp_path / name).touch()
+        assert proper.why_no_build((9, 0)) is None
+        (tmp_path / name).unlink()
+
+
+def test_the_installer_makes_a_package_of_a_jar(tmp_path: Path) -> None:
+    jar = tmp_path / "redist.jar"
+    with ZipFile(jar, "w") as archive:
+        for name in (*install_tensorrt.LIBRARIES, install_tensorrt.RESOURCE, "libnvinfer_vc_plugin.so.10"):
+            archive.writestr(f"org/bytedeco/tensorrt/linux-x86_64/{name}", name)
+    with pytest.raises(SystemExit, match="is not the jar of"):
+        install_tensorrt.check(jar)
+    wheel = install_tensorrt.make_wheel(jar, tmp_path)
+    command = "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)
+    subprocess.run([sys.executable, "-m", *command], check=True)
+    folder = tmp_path / "site" / "tensorrt_libs"
+    assert {path.name for path in folder.glob("*.so*")} == {*install_tensorrt.LIBRARIES, install_tensorrt.RESOURCE}
+    assert (folder / "libnvinfer.so.10").read_text() == "libnvinfer.so.10"
+    assert [found.version for found in distributions(path=[str(tmp_path / "site")])] == ["10.6.0"]
 
 
 def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeypatch: Patch) -> None:

@@ -136,7 +136,7 @@ def _plan(output: Path | None, how: dict[str, Any]) -> Path:
         return path
     with Watch() as watch, Signals() as signals:
         watch.message(f"building {path} with {tensorrt.name} {tensorrt.version}")
-        weights, peak = gb(source.spec.streamed_bytes), gb(peak_host_bytes(source.spec))
+        weights, peak = gb(source.spec.streamed_bytes), gb(peak_host_bytes(tensorrt, source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         try:
             stopped, free = lambda: signals.pending is not None, host_bytes()

@@ -86,7 +86,7 @@ class TensorRT(Decoder[DecoderBatch]):
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _layer(self, index: int, hidden: Tensor, *_args: Any, **inputs: Any) -> Any:
-        """Compute all layers in the place of the first one; the others pass on what they get."""
+        """Compute all layers in place of the first one; others do nothing."""
         hidden = hidden if index else self._pass(hidden, **inputs)
         return hidden if inputs.get("alibi") is None else (hidden, None)  # BLOOM's layers return attention, too
 
@@ -100,7 +100,7 @@ class TensorRT(Decoder[DecoderBatch]):
         alibi: Tensor | None = None,
         **_others: Any,
     ) -> Tensor:
-        """Run the plan on ``[B, S, H]``, and append the new keys and values to the cache."""
+        """Run the plan on hidden states ``[B, S, H]``; append to the cache."""
         model, (rows, count) = self.plan.model, hidden.shape[:2]
         cache = past_key_values if layer_past is None else layer_past
         assert cache is not None

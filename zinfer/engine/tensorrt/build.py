@@ -1,8 +1,9 @@
 """Build of a plan file from a model's weights.
 
 The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
-operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of a
-mapped scratch file next to the plan, filled one tensor at a time, which the system may drop from memory.
+operand. The peak of host memory is therefore two copies of the weights, both the library's, and before TensorRT 10.8 a
+third one, the plan: zinfer passes views of a mapped scratch file next to the plan, filled one tensor at a time, which
+the system may drop from memory.
 """
 
 import mmap
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -76,8 +77,8 @@ def build(
     Cancelled. No plan is left behind after an error."""
     if spec.dtype == "float32" and spec.streamed_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
-    if host_bytes is not None and peak_host_bytes(spec) > host_bytes:
-        needed = gb(peak_host_bytes(spec))
+    if host_bytes is not None and peak_host_bytes(library, spec) > host_bytes:
+        needed = gb(peak_host_bytes(library, spec))
         raise EngineError(
             f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
         )
@@ -106,14 +107,12 @@ def build(
             if config.add_optimization_profile(profile) < 0:
                 raise messages.failure(f"{library.name} refused the shapes of {path.name}")
         timings = f"{library.name}-{library.version}-{key.target.replace(', ', '_')}.timings"
-        with _timing_cache(config, path.with_name(timings)):
-            built = builder.build_serialized_network(network, config)
+        with _timing_cache(config, path.with_name(timings)), atomic.writing(path) as stream:
+            built = _serialise(library, builder, network, config, stream)
             if cancelled():
                 raise Cancelled
-            if built is None:
+            if not built:
                 raise messages.failure(f"{library.name} could not build {path.name}")
-            with atomic.writing(path) as stream:
-                stream.write(built)
         weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return planfile.finish(
         path,
@@ -126,9 +125,9 @@ def build(
     )
 
 
-def peak_host_bytes(spec: ModelSpec) -> int:
+def peak_host_bytes(library: Library, spec: ModelSpec) -> int:
     """Return the bytes of host memory that a build takes."""
-    return COPIES * spec.streamed_bytes + WORKING_BYTES
+    return (COPIES if library.writes_streams else COPIES + 1) * spec.streamed_bytes + WORKING_BYTES
 
 
 def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
@@ -149,7 +148,7 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
 
 @contextmanager
 def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """Provide the parameters and buffers of the layers, as views of a mapped file."""
+    """Provide the layers' parameters and buffers, views of a mapped file."""
     blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items() if entry.layer is not None)
     # A GPU draws dummy weights a hundred times as fast, and the same ones as for other engines.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,7 +165,7 @@ def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[di
 
 @contextmanager
 def _timing_cache(config: Any, path: Path) -> Iterator[None]:
-    """Use, and then update, the times of kernels that earlier builds measured. Those of another GPU are dropped."""
+    """Use and update the kernel timings of earlier builds. Those of another GPU are dropped."""
     for content in (path.read_bytes() if path.is_file() else b"", b""):
         cache = config.create_timing_cache(content)
         if cache is not None and config.set_timing_cache(cache, False):
@@ -176,15 +175,39 @@ def _timing_cache(config: Any, path: Path) -> Iterator[None]:
         atomic.write(path, content)
 
 
+def _serialise(library: Library, builder: Any, network: Any, config: Any, stream: BinaryIO) -> bool:
+    """Build a plan into `stream`. Returns False if the library fails. Raises OSError if writing does."""
+    if not library.writes_streams:
+        built = builder.build_serialized_network(network, config)
+        return built is not None and stream.write(built) > 0
+
+    class Writer(library.module.IStreamWriter):  # type: ignore[misc,name-defined]
+        error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return 0 if self.error is not None else stream.write(data)
+            except OSError as error:
+                self.error = error
+                return 0
+
+    writer = Writer()
+    built = builder.build_serialized_network_to_stream(network, config, writer)
+    if writer.error is not None:
+        raise writer.error
+    return bool(built)
+
+
 def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
     """Return a progress monitor; a phase within another is a step of it."""
     phases: dict[str, tuple[int, int]] = {}  # phases under way, the outermost first: steps done, steps
 
     def tell() -> None:
-        share, width = 0.0, 1.0
-        for done, steps in phases.values():
+        share, width, under_way = 0.0, 1.0, [*phases.items()]  # threads of the library may change it
+        for _, (done, steps) in under_way:
             share, width = share + width * done / steps, width / steps
-        progress(next(iter(phases)).lower(), min(1.0, share))
+        if under_way:
+            progress(under_way[0][0].lower(), min(1.0, share))
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def phase_start(self, name: str, _parent: str | None, steps: int) -> None:

@@ -25,7 +25,6 @@ RTX_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
 RTX_FROM = (12, 0)
 RTX_TARGET = "8.0, 8.6, 8.9, 12.x"  # targets of a plan built with the library's defaults
 RESOURCE = "libnvinfer_builder_resource"  # kernels to build with: in one file for all GPUs, or in one for each kind
-INSTALL = "see docs/engines.md for packages that have it"
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,11 @@ class Library:
     module: Any
     name: Name
     version: str
+
+    @property
+    def writes_streams(self) -> bool:
+        """True if a build writes the plan in pieces (TensorRT 10.8)."""
+        return hasattr(self.module, "IStreamWriter")
 
     def target(self) -> str:
         """Return the compute capabilities that run a plan built on this GPU. Raises EngineError for TensorRT, which
@@ -58,8 +62,7 @@ class Library:
         return None
 
     def why_no_build(self, capability: tuple[int, int]) -> str | None:
-        """Return which file is missing to build plans for a GPU, if so. Some packages of TensorRT have the kernels of a
-        few GPUs only."""
+        """Return which file a build for a GPU lacks. Some packages of TensorRT have the kernels of few GPUs."""
         loaded = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line)
         folders = {Path(path).parent for path in loaded if Path(path).name.startswith("libnvinfer.so")}
         folders |= {Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder}
@@ -67,7 +70,7 @@ class Library:
         wanted = f"{RESOURCE}_sm{capability[0]}{capability[1]}"
         if self.name == "tensorrt-rtx" or found & {RESOURCE, wanted}:
             return None
-        return f"TensorRT {self.version} has no {wanted}.so, without which it builds no plan for this GPU: {INSTALL}"
+        return f"TensorRT {self.version} lacks {wanted}.so and builds no plan for this GPU: see docs/engines.md"
 
 
 def capability_text(capability: tuple[int, int]) -> str:

@@ -7,6 +7,7 @@ the system may drop from memory.
 """
 
 import mmap
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,7 @@ def build(
 
     with _weights(state, path.parent, loading) as tensors:
         net = make_network(library, network, state.model, spec, tensors, key.max_seq_len)
+        builder.max_threads = len(os.sched_getaffinity(0))
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
         config.builder_optimization_level = level

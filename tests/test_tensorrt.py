@@ -396,6 +396,11 @@ def test_on_a_gpu_the_tokens_are_those_of_transformers(architecture: str, checkp
     for _ in range(7):
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, 1), expected[:, 7:])
+    batch = engine.admit(torch.ones_like(token_ids), 8)
+    engine.forward([Work(batch, token_ids[:, :3])])
+    (logits,) = engine.forward([Work(batch, token_ids[:, 3:], keep=4)])
+    whole = reference(token_ids).logits[:, 3:]
+    torch.testing.assert_close(logits, whole, rtol=2e-2, atol=2e-2)
     engine.close()
 
 

@@ -7,7 +7,6 @@ on the GPU as its budget allows and copies the rest in every pass. Offload `none
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +44,9 @@ class TensorRT(Decoder[DecoderBatch]):
         for name, tensor in outside.items():
             state.entries[name].put(tensor)
         self._outside_bytes = sum(tensor.nbytes for tensor in outside.values())
-        for index, layer in enumerate(state.layers):
-            layer.forward = partial(self._layer, index)
         self._ready()
+        del state.layers[1:]  # all are computed in the place of the first
+        state.layers[0].forward = self._layer
 
     @classmethod
     def unable(cls) -> str | None:
@@ -85,22 +84,19 @@ class TensorRT(Decoder[DecoderBatch]):
         at_once = self.file.prefill_rows
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
-    def _layer(self, index: int, hidden: Tensor, *_args: Any, **inputs: Any) -> Any:
-        """Compute all layers in place of the first one; others do nothing."""
-        hidden = hidden if index else self._pass(hidden, **inputs)
-        return hidden if inputs.get("alibi") is None else (hidden, None)  # BLOOM's layers return attention, too
-
-    def _pass(
+    def _layer(
         self,
         hidden: Tensor,
+        *_args: Any,
         attention_mask: Tensor,
         past_key_values: RowCache | None = None,
         layer_past: RowCache | None = None,
         position_embeddings: tuple[Tensor, ...] = (),
         alibi: Tensor | None = None,
         **_others: Any,
-    ) -> Tensor:
-        """Run the plan on hidden states ``[B, S, H]``; append to the cache."""
+    ) -> Any:
+        """Compute all layers for hidden states ``[B, S, H]``; append to the cache. The arguments are those of a layer of
+        transformers."""
         model, (rows, count) = self.plan.model, hidden.shape[:2]
         cache = past_key_values if layer_past is None else layer_past
         assert cache is not None
@@ -118,12 +114,15 @@ class TensorRT(Decoder[DecoderBatch]):
             if not layer.is_initialized:
                 layer.lazy_initialization(*new)
             for part, name in enumerate((f"key_{index}", f"value_{index}")):
-                inputs[f"past_{name}"] = layer.memories[part][layer.rows]
+                memory = layer.memories[part]
+                inputs[f"past_{name}"] = memory if rows == len(memory) else memory[layer.rows]
                 outputs[name] = new[part]
         self._executor.run(DECODE if count == 1 else PREFILL, inputs, outputs)
         for layer, new in zip(cache.layers, states, strict=True):
-            layer.update(*new)
-        return outputs["output"]
+            slots = layer.advance(count).new
+            for memory, part in zip(layer.memories, new, strict=True):
+                memory[layer.rows, :, slots] = part
+        return outputs["output"] if alibi is None else (outputs["output"], None)  # BLOOM's layers return attention, too
 
     def effective(self) -> Effective:
         executor, weight_bytes = self._executor, self.file.weight_bytes

@@ -136,8 +136,9 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
     """Yield the optimisation profiles: for several new positions, and for one of each row."""
     batch, length = key.max_batch_size, key.max_seq_len
     rows, any_length = Placement().prefill_rows(batch, length), (1, length, length)
+    some = 1, (length + 1) // 2, length  # kernels are chosen for a prompt behind as many cached positions
     bounds: tuple[dict[str, tuple[int, int, int]], ...] = (
-        {"B": (1, rows, rows), "S": any_length, "T": any_length, "C": any_length},
+        {"B": (1, rows, rows), "S": some, "T": any_length, "C": any_length},
         {"B": (1, batch, batch), "S": (1, 1, 1), "T": any_length, "C": any_length},
     )
     for bound in bounds:

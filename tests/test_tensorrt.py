@@ -410,7 +410,8 @@ def test_on_a_gpu_the_budget_decides_what_is_resident(tmp_path: Path) -> None:
 
     library = _library_for_this_gpu()
     config = AutoConfig.for_model("bloom", n_layer=8, n_head=16, hidden_size=4096, vocab_size=1000)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path / "model")
+    with torch.device("cuda"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path / "model")
     spec = resolve(str(tmp_path / "model"), None, None)
     build_here(library, spec)
     taken = {}
@@ -420,6 +421,8 @@ def test_on_a_gpu_the_budget_decides_what_is_resident(tmp_path: Path) -> None:
         engine = TensorRT(plan)
         effective = engine.effective()
         assert effective.shortfall is None
+        counted = effective.gpu_weight_bytes + effective.streamed_bytes_per_step
+        assert counted == pytest.approx(spec.weight_bytes, rel=0.01)
         taken[budget] = effective.settings["library_gpu_bytes"]
         engine.close()
     assert taken["50%"] - taken["0%"] > 0.4 * spec.weight_bytes

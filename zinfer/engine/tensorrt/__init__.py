@@ -95,8 +95,7 @@ class TensorRT(Decoder[DecoderBatch]):
         alibi: Tensor | None = None,
         **_others: Any,
     ) -> Any:
-        """Compute all layers for hidden states ``[B, S, H]``; append to the cache. The arguments are those of a layer of
-        transformers."""
+        """Compute all layers for hidden states ``[B, S, H]``; append to the cache. Arguments are those of a layer."""
         model, (rows, count) = self.plan.model, hidden.shape[:2]
         cache = past_key_values if layer_past is None else layer_past
         assert cache is not None

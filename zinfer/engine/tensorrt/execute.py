@@ -27,9 +27,10 @@ class Executor:
         self._stream = torch.cuda.Stream()
         self._runtime = trt.Runtime(self._messages.logger)
         before = torch.cuda.mem_get_info()[0]
-        with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            mapped.madvise(mmap.MADV_WILLNEED)
-            self._engine = self._runtime.deserialize_cuda_engine(mapped)
+        with file.path.open("rb") as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_WILLNEED)
+        self._engine = self._runtime.deserialize_cuda_engine(mapped)
         if self._engine is None:
             raise self._messages.failure(f"{library.name} cannot load {file.path}")
         self.streamable: int = self._engine.streamable_weights_size

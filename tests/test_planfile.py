@@ -171,9 +171,10 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: P
     again = CliRunner().invoke(cli, words)
     assert again.stdout == first.stdout
     assert "is there already" in again.stderr
-    other = CliRunner().invoke(cli, [*words, "-o", str(path), "--load-format", "dummy"])
-    assert other.exit_code == 2
-    assert "--force replaces it" in other.stderr
+    for settings in (("--load-format", "dummy"), ("--level", "3")):
+        other = CliRunner().invoke(cli, [*words, "-o", str(path), *settings])
+        assert other.exit_code == 2
+        assert "--force replaces it" in other.stderr
     if not torch.cuda.is_available():
         monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
         monkeypatch.setattr("zinfer.system.local.this_machine", lambda: MACHINE)

@@ -34,7 +34,7 @@ def make_network(
     weights: dict[str, Tensor],
     max_seq_len: int,
 ) -> Net:
-    """Fill `network` with the decoder layers of `model`, for sequences of up to `max_seq_len` tokens. `weights` are the
+    """Fill `network` with the decoder layers of `model`. Sequences have up to `max_seq_len` tokens. `weights` are the
     layers' parameters, on the CPU, and must outlive the returned `Net`. Raises EngineError for a model that differs in
     any detail from the decoders above."""
     body = BODIES.get(spec.architecture)

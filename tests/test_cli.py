@@ -19,8 +19,9 @@ import pytest
 
 from tests import mentions, wait
 from tests.command import interrupted, small_files, started, zinfer, zinfer_process
-from zinfer.cli import FOREIGN_OPTIONS, REMOVED_OPTIONS, VERBS, main
+from zinfer.cli import FOREIGN_OPTIONS, VERBS, main
 from zinfer.commands.sweep import _announce
+from zinfer.commands.verb import GROUPS
 from zinfer.job.forecast import Outlook
 from zinfer.job.recipe import Sweep
 from zinfer.job.serve.server import listen
@@ -169,26 +170,6 @@ def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(("old", "new"), [("machines", "plan --list machines"), ("routing", "study routing")])
-def test_verbs_of_the_last_release_run_those_of_this_one(folder: Path, old: str, new: str) -> None:
-    was, now = zinfer(folder, old), zinfer(folder, *new.split())
-    assert f"zinfer {old} will go: write `zinfer {new}`" in was.stderr
-    assert (was.returncode, was.stdout) == (now.returncode, now.stdout)
-
-
-def test_options_of_the_last_release_run_or_say_what_to_do_instead(folder: Path) -> None:
-    words = ("plan", "-m", "opt-30b", "--machine", "h100-80gb")
-    was, now = zinfer(folder, *words, "--gpu-hour-usd=2"), zinfer(folder, *words, "--price=2")
-    assert "--gpu-hour-usd will go: write --price\n" in was.stderr
-    assert (was.returncode, was.stdout) == (now.returncode, now.stdout)
-    for verb in ("run --revision main", "study codec --json", "plan --demand 5Mtok", "build --library auto"):
-        gone = zinfer(folder, *verb.split())
-        option = verb.partition("--")[2].split()[0]
-        assert (gone.returncode, gone.stdout) == (2, "")
-        assert f"Error: --{option} is no option any more: {REMOVED_OPTIONS[f'--{option}']}\n" in gone.stderr
-    assert "No such option" in zinfer(folder, "plan", "--nonsense").stderr
-
-
 @pytest.mark.parametrize(
     ("words", "ours"),
     [
@@ -205,9 +186,36 @@ def test_options_of_other_programs_are_told_as_ours(words: list[str], ours: str,
     assert f"No such option '{words[1].split('=')[0]}'{ours}" in result.stderr
 
 
+def verbs() -> dict[str, click.Command]:
+    """Return every command by its words."""
+    commands = {verb: import_module(f"zinfer.commands.{verb}").command for verb in VERBS}
+    kinds = {f"study {name}": kind for name, kind in commands["study"].commands.items()}
+    return {verb: command for verb, command in (commands | kinds).items() if not isinstance(command, click.Group)}
+
+
+def test_help_of_a_verb_shows_each_option_once_in_groups_and_is_short(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for verb, command in verbs().items():
+        text = zinfer(folder, *verb.split(), "--help").stdout
+        assert text.count("\n") <= 100, verb
+        names = [word for param in command.params for word in param.opts if word.startswith("--")]
+        options = re.split(r"^[A-Z]\w*:$", text, maxsplit=1, flags=re.MULTILINE)[1]
+        shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", options, re.MULTILINE)
+        assert sorted(filter(None, sum(shown, ()))) == sorted([*names, "--help"]), verb
+    assert re.findall(r"^(\w+):$", zinfer(folder, "run", "--help").stdout, re.MULTILINE) == [
+        "Model", "Workload", "Sampling", "Placement", "Other",
+    ]  # fmt: skip
+
+
+def test_every_group_of_options_is_of_some_verb() -> None:
+    ours = {str(param.name) for command in verbs().values() for param in command.params}
+    assert {name for names in GROUPS.values() for name in names.split()} <= ours
+
+
 def test_every_near_option_is_one_of_a_verb(folder: Path) -> None:
-    verbs = [import_module(f"zinfer.commands.{verb}").command for verb in VERBS]
-    ours = {word for verb in verbs for param in verb.params for word in param.opts}
+    ours = {word for command in verbs().values() for param in command.params for word in param.opts}
     assert {*FOREIGN_OPTIONS.values()} <= ours
     assert not ours & FOREIGN_OPTIONS.keys()
 

@@ -15,6 +15,7 @@ from zinfer.core.engine import (
     Offload,
     OptionError,
     PlanOptions,
+    ServerOptions,
     StreamOptions,
     conflict,
     parse_options,
@@ -125,14 +126,17 @@ def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
         resolve_options("stream", {"gpus": 0}, planning=True)
 
 
-@pytest.mark.parametrize("verb", ["sweep", "run", "batch", "study accuracy", "study reuse"])
-def test_help_lists_every_option_of_every_engine_with_its_values(verb: str) -> None:
-    shown = invoke(*verb.split(), "--help").output
-    for name, kind in ENGINES.items():
-        part = shown.split(f"Options of engine {name},")[1].split("Options of engine")[0]
-        for key, field in kind.options.model_fields.items():
-            assert f"{key}={'|'.join(values(field))}" in part
-            assert field.description
+@pytest.mark.parametrize("name", [*ENGINES, "vllm"])
+def test_help_of_an_engine_lists_every_option_with_its_values(name: str) -> None:
+    shown = invoke("run", "--help-engine", name).output
+    for key, field in (ENGINES[name].options if name in ENGINES else ServerOptions).model_fields.items():
+        assert f"{key}={'|'.join(values(field))}" in shown
+        assert field.description
+
+
+def test_help_of_an_unknown_engine_names_a_near_one() -> None:
+    result = invoke("sweep", "--help-engine", "vlm")
+    assert (result.exit_code, "did you mean 'vllm'?" in result.output) == (2, True)
 
 
 def test_what_options_share_with_a_plan_takes_the_same_values() -> None:

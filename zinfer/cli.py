@@ -43,29 +43,6 @@ GROUPS = {
     },
 }
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
-# Verbs of 0.1, which run for one release more, and what to write now.
-RENAMED = {
-    **{study: ("study", study) for study in ("codec", "accuracy", "reuse", "routing")},
-    **{kind: ("plan", "--list", kind) for kind in ("models", "machines")},
-    "build": ("pack", "--engine", "tensorrt"),
-}
-# Options of 0.1, in the same way: those with another name, and what to do without those that are gone.
-RENAMED_OPTIONS = {("plan", "--gpu-hour-usd"): "--price"}
-FLEET = "`zinfer best` sizes the number of GPUs"
-PRICES = "--gpu-hour-usd is the price of a GPU and its part of the host"
-REMOVED_OPTIONS = {
-    "--baseline": "`zinfer compare` compares two result files",
-    **dict.fromkeys(("--demand", "--deadline", "--utilisation", "--spare"), FLEET),
-    "--figure": "`zinfer plot` draws figures",
-    **dict.fromkeys(("--gpus-per-server", "--host-hour-usd", "--power-usd-kwh"), PRICES),
-    "--json": "`zinfer export --format json` writes records; `probe` and `study` write theirs as JSON by themselves",
-    **dict.fromkeys(("--kv-cache-dir", "--kv-cache-dir-size"), "--kv-cache-size keeps them in host memory"),
-    "--library": "the library that is installed is used",
-    "--pareto": "`zinfer plot --figure latency` draws these points",
-    "--reference": "settings are compared with the engine's defaults",
-    "--revision": "write --model owner/name@REVISION",
-    "--weight-bits": "write --weights int4, int8 or as-released",
-}
 # Options of other programs, and ours that do the same.
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("--max-new-tokens", "--n-predict", "--num-predict", "--max-output-tokens"), "--max-tokens"),
@@ -122,12 +99,10 @@ class _Verbs(click.Group):
                 return super().invoke(ctx)
             except click.NoSuchOption as error:
                 name = error.option_name
-                if (instead := REMOVED_OPTIONS.get(name)) is None:
-                    known = {word for param in error.ctx.command.params for word in param.opts} if error.ctx else set()
-                    if (near := FOREIGN_OPTIONS.get(name)) in known:
-                        raise click.UsageError(f"No such option {name!r}: here it is {near}", error.ctx) from None
-                    raise
-                raise click.UsageError(f"{error.option_name} is no option any more: {instead}", error.ctx) from None
+                known = {word for param in error.ctx.command.params for word in param.opts} if error.ctx else set()
+                if (near := FOREIGN_OPTIONS.get(name)) in known:
+                    raise click.UsageError(f"No such option {name!r}: here it is {near}", error.ctx) from None
+                raise
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
@@ -139,16 +114,8 @@ class _Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if (name := args[0]) in RENAMED:
-            click.echo(f"zinfer {name} will go: write `zinfer {' '.join(RENAMED[name])}`", err=True)
-            args = [*RENAMED[name], *args[1:]]
-        elif name not in VERBS and not name.startswith("-"):
+        if (name := args[0]) not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
-        for nth, word in enumerate(args):
-            old, equals, value = word.partition("=")
-            if (new := RENAMED_OPTIONS.get((name, old))) is not None:
-                click.echo(f"{old} will go: write {new}", err=True)
-                args[nth] = f"{new}{equals}{value}"
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

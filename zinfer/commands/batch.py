@@ -14,6 +14,7 @@ from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import plan_options
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
@@ -35,7 +36,7 @@ from zinfer.system.documents import read_bytes
 AT_ONCE = 500  # prompts that are read before progress shows
 
 
-@click.command("batch", cls=options.LoadCommand)
+@click.command("batch", cls=Verb)
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @option("-o --output", options.FILE, "JSON lines of the answers, appended one by one.", required=True)
 @option("-m --model", str, f"{options.MODEL_HELP}  [required, but for --merge]")

@@ -19,6 +19,7 @@ from zinfer.commands.failure import Failure
 from zinfer.commands.options import SHARE, option, price, repeatable
 from zinfer.commands.out import Table, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
+from zinfer.commands.verb import Verb
 from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted, figures, gib, milliseconds
@@ -30,7 +31,7 @@ SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
 REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
 
-@click.command("best")
+@click.command("best", cls=Verb)
 @results_options
 @option("-m --model", str, "Show only this model.")
 @repeatable("--sla levels", "Level to keep, such as ttft:p99:<=:2s.", "LEVEL")

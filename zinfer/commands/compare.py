@@ -12,6 +12,7 @@ from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import Table, console, say
+from zinfer.commands.verb import Verb
 from zinfer.core.case import Case, weights_text
 from zinfer.core.errors import NOTHING, REGRESSION
 from zinfer.core.units import counted, figures, gib, milliseconds
@@ -31,7 +32,7 @@ def _share(text: str) -> float:
     return float(match[1]) / 100
 
 
-@click.command("compare")
+@click.command("compare", cls=Verb)
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
 @option("--metric", click.Choice(METRICS), "Metric to compare.", default="output_tok_s")

@@ -10,6 +10,7 @@ import click
 
 from zinfer.analysis import rates
 from zinfer.commands.out import say
+from zinfer.commands.verb import Verb
 from zinfer.core.errors import PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, figures
@@ -21,7 +22,7 @@ from zinfer.system import local
 NOISY = 0.2  # half of the confidence interval, as a share of the mean, from which on a warning is due
 
 
-@click.command("demo")
+@click.command("demo", cls=Verb)
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Measure a 15 MB model with every engine of this machine. Draws the figures, names the best configuration, and

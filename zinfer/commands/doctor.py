@@ -12,6 +12,7 @@ import click
 
 from zinfer import engine
 from zinfer.commands.out import Table, console
+from zinfer.commands.verb import Verb
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, error_line
 from zinfer.core.units import gib
@@ -37,7 +38,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Verb)
 def command() -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     engines = engine_rows()

@@ -9,6 +9,7 @@ from zinfer.analysis.requests import goodput
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say, write
+from zinfer.commands.verb import Verb
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.export import WRITERS, request_table, table
@@ -20,7 +21,7 @@ from zinfer.system.printable import printable
 FORMATS = ("csv", "json")
 
 
-@click.command("export")
+@click.command("export", cls=Verb)
 @click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
 @option("--format form", click.Choice(FORMATS), "Format.  [default: the ending of OUT, else csv]")
 @option("--requests", bool, "Write the loads of requests, which are a table of their own.")

@@ -16,6 +16,7 @@ NAME = 4096  # longest name or path: Linux's limit of a path
 ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable option
 
 METAVARS = ("model", "machine", "engine")
+NUMBERS = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 PROSE = ("prompts", "system")  # parameters with texts of any kind
 
 
@@ -24,8 +25,9 @@ def bound(command: click.Command) -> None:
     for verb in getattr(command, "commands", {}).values():
         bound(verb)
     for parameter in command.params:
-        if isinstance(parameter, click.Option) and parameter.metavar is None and parameter.name in METAVARS:
-            parameter.metavar = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..")
+        if isinstance(parameter, click.Option) and parameter.metavar is None and not parameter.is_flag:
+            named = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..") if parameter.name else ""
+            parameter.metavar = named if parameter.name in METAVARS else NUMBERS.get(parameter.type.name)
         if not getattr(parameter.type, "bounded", False):
             kind = copy(parameter.type)  # click's own types are shared
             largest = SEED if parameter.name == "seed" else getattr(kind, "largest", WHOLE)

@@ -12,15 +12,13 @@ from zinfer import engine as engines
 from zinfer.checkpoint.source import Source, find
 from zinfer.checkpoint.tokenizer_files import chat_template as template_of
 from zinfer.checkpoint.tokenizer_files import folder_of, require
+from zinfer.commands.verb import help_engine
 from zinfer.core.case import Case
 from zinfer.core.engine import (
     ENGINES,
-    EngineOptions,
     OptionError,
-    ServerOptions,
     StreamOptions,
     is_server,
-    option_text,
     values,
 )
 from zinfer.core.errors import ZinferError
@@ -38,9 +36,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the long names are taken as well
 OFFLOADS = ("none", "cpu", "nvme")
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
-MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
+MODEL_HELP = "Name in the catalogue (`zinfer plan --list models`), hub id, checkpoint folder, GGUF, or config.json."
 NAME_A_MODEL = "--model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
-OFFLOAD_HELP = "Weights on the GPU, in host memory or on NVMe."
+OFFLOAD_HELP = "Weights on GPU, in host memory or on NVMe."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = (
     "Engines (accelerate, deepspeed, stream, tensorrt), servers (vllm, llama-server, ..), or recipes in engines/.  "
@@ -140,7 +138,7 @@ SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
 BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
 DTYPE = Parsed("dtype", _dtype)
 dtype = option("--dtype", DTYPE, "Weight type.  [default: the model's own]", metavar="|".join(DTYPES))
-gpu_weights = option("--gpu-weights", Words(), "Offloaded weights kept on the GPU: auto, 25%, 40GiB.  [default: auto]")
+gpu_weights = option("--gpu-weights", Words(), "Part that stays on the GPU: auto, 25%, 40GiB.  [default: auto]")
 models = option("-m --model", Words(), MODEL_HELP)
 offloads = option("--offload", Words(OFFLOADS), f"{OFFLOAD_HELP}  [default: none,cpu]")
 
@@ -233,13 +231,11 @@ engine = option("--engine", str, ENGINE_HELP, default="stream")
 offload_if_needed = option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: none if they fit]")
 layers = option("--layers", COUNT, "A slice: the model's first N layers only.")
 LOAD_FORMATS = click.Choice(["auto", "safetensors", "dummy"])
-load_format = option(
-    "--load-format", LOAD_FORMATS, "Real weights, random ones (dummy), or real ones if any.  [default: auto]"
-)
+load_format = option("--load-format", LOAD_FORMATS, "Real or random (dummy); auto: real if any.  [default: auto]")
 prompt_text = option(
     "--prompt-file", str, "Text.  [default: Python's manual]", metavar="FILE", default="default", show_default=False
 )
-weights = option("--weights", Words(WEIGHTS), "Layers' format; int4, int8 and fp8 are lossy.  [default: as-released]")
+weights = option("--weights", Words(WEIGHTS), "int4, int8 and fp8 are lossy.  [default: as-released]")
 allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
 
 load_options = option_group(  # of a load: weights, type, slice, NVMe folder, engine settings
@@ -251,9 +247,18 @@ load_options = option_group(  # of a load: weights, type, slice, NVMe folder, en
     gpu_weights,
     repeatable(
         "-O --option settings",
-        "Engine option (see below); a comma list is an axis.",
+        "Engine option; a comma list is an axis.",
         "KEY=VALUE[,VALUE..]",
         callback=engine_options,
+    ),
+    option(
+        "--help-engine",
+        str,
+        "Show the -O options of an engine.",
+        metavar="ENGINE",
+        is_eager=True,
+        expose_value=False,
+        callback=help_engine,
     ),
     _shorthands,
 )
@@ -285,21 +290,6 @@ job_options = option_group(  # of a command that answers requests
     chat_template,
     timeout(36000, "a load or a pass"),
 )
-
-
-class LoadCommand(click.Command):
-    """A verb with `load_options`: its help ends with the options of each engine."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        kinds: dict[str, type[EngineOptions]] = {f"engine {name}": kind.options for name, kind in ENGINES.items()}
-        if ctx.info_name == "sweep":  # which alone takes servers
-            kinds["a server (vllm, llama-server, ..)"] = ServerOptions
-        for name, kind in kinds.items():
-            with formatter.section(f"Options of {name}, as -O KEY=VALUE"):
-                fields = kind.model_fields.items()
-                names = [f"{key}={'|'.join(values(field))}" for key, field in fields]
-                texts = [f"{field.description}  [default: {option_text(field.default)}]" for _, field in fields]
-                formatter.write_dl(list(zip(names, texts, strict=True)))
 
 
 def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:

@@ -11,6 +11,7 @@ from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say, writing
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.units import duration, gb
@@ -19,7 +20,7 @@ from zinfer.job.signals import Signals
 from zinfer.system.host import host_bytes
 
 
-@click.command("pack")
+@click.command("pack", cls=Verb)
 @options.model
 @option("--engine", click.Choice(["stream", "tensorrt"]), "Coded layers, or a plan of given shapes.", default="stream")
 @options.dtype

@@ -21,6 +21,7 @@ from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
 from zinfer.commands.ranking import Group
+from zinfer.commands.verb import Verb
 from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, conflict, draft_of, is_server
 from zinfer.core.errors import NOTHING
@@ -52,7 +53,7 @@ ASKED = ("settings", "host_memory", "acceptance", "levels", "objective", "stated
 PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine, or "" for all, and a value
 
 
-@click.command("plan")
+@click.command("plan", cls=Verb)
 @click.argument("recipe", required=False)
 @option("--list listed", click.Choice(["models", "machines"]), "List the catalogue, or show its entry RECIPE.")
 @options.models

@@ -14,6 +14,7 @@ from zinfer.commands.failure import Failure
 from zinfer.commands.options import Words, option
 from zinfer.commands.out import say, write
 from zinfer.commands.results import ALL, choose, results_options, usable
+from zinfer.commands.verb import Verb
 from zinfer.core.errors import NOTHING
 from zinfer.record import study
 from zinfer.record.measurement import latest
@@ -22,7 +23,7 @@ from zinfer.report.plot import figures, style
 FIGURES = (*figures.FIGURES, "reuse")
 
 
-@click.command("plot")
+@click.command("plot", cls=Verb)
 @results_options
 @option("-o --output", click.Path(path_type=Path), "Folder.", default="plots")
 @option("--format forms", Words(get_args(style.Format)), "Formats.", default="png,svg")

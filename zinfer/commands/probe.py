@@ -8,6 +8,7 @@ import click
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import SIZE, option
 from zinfer.commands.out import Table, console, say, write
+from zinfer.commands.verb import Verb
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import FIGURES, MachineError
 from zinfer.core.units import parse_bytes
@@ -16,7 +17,7 @@ from zinfer.system import local, machines
 BUSY = 0.25  # load average, as a share of the CPUs, from which on a probe does not replace a quieter one
 
 
-@click.command("probe")
+@click.command("probe", cls=Verb)
 @option("--nvme-path", click.Path(), "Folder on a drive whose reads are measured, too; several, A,B, together.")
 @option("--output -o", click.Path(path_type=Path), "File or folder.  [default: sweeps/results/MACHINE/machine.json]")
 @option("--quick", bool, "Take fewer samples of smaller blocks.")

@@ -13,6 +13,7 @@ from zinfer.commands.failure import Failure
 from zinfer.commands.options import PATH, option, price
 from zinfer.commands.out import write
 from zinfer.commands.results import Chosen, choose, results_options
+from zinfer.commands.verb import Verb
 from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
@@ -23,7 +24,7 @@ from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.system import machines
 
 
-@click.command("report")
+@click.command("report", cls=Verb)
 @results_options
 @option("-o --output", PATH, "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]")
 @option("-m --model", str, "Report only this model.")

@@ -15,6 +15,7 @@ from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, prompt_req
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
 from zinfer.commands.options import option
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
@@ -59,7 +60,7 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
 )
 
 
-@click.command("run", cls=options.LoadCommand)
+@click.command("run", cls=Verb)
 @options.any_model
 @options.engine
 @options.offload_if_needed

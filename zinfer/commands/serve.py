@@ -9,6 +9,7 @@ import click
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.job.batch.packing import typical_plan
@@ -19,7 +20,7 @@ KEY = "ZINFER_API_KEY"  # environment variable
 LOOPBACK = ("127.", "localhost", "::1")
 
 
-@click.command("serve", cls=options.LoadCommand)
+@click.command("serve", cls=Verb)
 @options.any_model
 @option(
     "--served-model-name served_names",

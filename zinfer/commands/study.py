@@ -13,6 +13,7 @@ from zinfer.commands import options, pack
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import Table, console
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError, conflict
@@ -58,7 +59,7 @@ def _present(run: Study) -> None:
     console().print(Table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)
 
 
-@command.command("codec")
+@command.command("codec", cls=Verb)
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
 @options.record("codec")
 def codec(checkpoints: tuple[Path, ...], output: Path | None) -> None:
@@ -82,7 +83,7 @@ def codec(checkpoints: tuple[Path, ...], output: Path | None) -> None:
         raise Failure(f"{', '.join(names)}: the codec returned other bits", INTEGRITY)
 
 
-@command.command("accuracy", cls=options.LoadCommand)
+@command.command("accuracy", cls=Verb)
 @options.model
 @options.engine
 @options.offload_if_needed
@@ -204,7 +205,7 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
     raise Failure(str(refused.why_not), ENVIRONMENT)
 
 
-@command.command("reuse", cls=options.LoadCommand)
+@command.command("reuse", cls=Verb)
 @options.model
 @option("--engine", options.Words(), options.ENGINES_HELP, default="stream")
 @option("--offload", options.Words(options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
@@ -301,7 +302,7 @@ def _why_not(plan: Plan) -> str | None:
     return None if plan.fits else str(plan.why_not)
 
 
-@command.command("routing")
+@command.command("routing", cls=Verb)
 @options.model
 @options.prompt_text
 @option("--samples", options.COUNT, "Pieces of the text.", default=16)

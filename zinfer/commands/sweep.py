@@ -13,6 +13,7 @@ from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say
+from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import OptionError, draft_of
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
@@ -48,7 +49,7 @@ IN_FLIGHT = options.comma_list("auto|n,..", parse_option, "auto, or positive who
 RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with commas between, or inf")
 
 
-@click.command("sweep", cls=options.LoadCommand)
+@click.command("sweep", cls=Verb)
 @click.argument("recipe", required=False)
 @options.models
 @option(
@@ -66,7 +67,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 )
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
 @option("--output-len", options.NUMBERS, "Generated tokens.  [default: 32]")
-@option("--requests", click.Path(dir_okay=False), "Measure a load: OpenAI's batch lines, or input_len and output_len.")
+@option("--requests", click.Path(dir_okay=False), "Load: OpenAI's batch lines, or input_len, output_len.")
 @options.repeatable(
     "--request-lengths",
     "Measure random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
@@ -77,7 +78,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option(
     "--concurrency --in-flight in_flight",
     IN_FLIGHT,
-    "Closed loop: requests at a time; auto: all that fit.  [default: auto]",
+    "Closed loop: requests at a time.  [default: auto, all that fit]",
 )
 @option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
@@ -107,8 +108,8 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
 
     With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory (with the
     share on the GPU that is predicted to be fastest), engine stream and the one to compare it with, batch 1, 8 and
-    more until that gains nothing. With --requests or
-    --request-lengths it measures loads of requests instead; with --batch-size, both.
+    more until that gains nothing. With --requests or --request-lengths it measures loads of requests instead; with
+    --batch-size, both.
 
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
     own. A checkpoint folder in its place is the --model. Comma lists are axes.

@@ -135,7 +135,7 @@ class StreamOptions(EngineOptions):
     experts_kernel: Literal["auto", "off"] = _described(
         "auto", "Routed experts in passes of few tokens by an own kernel; auto: where Triton runs."
     )
-    gpus: Count = _described(1, "GPUs, each with its own link: they share weights and rows; with offload cpu.")
+    gpus: Count = _described(1, "GPUs that share weights and rows, with offload cpu.")
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S, environment
+from tests.inline_worker import InlineWorker
 from zinfer.cli import main
 from zinfer.core.machine import Machine
 from zinfer.system.host import slug
-from zinfer.worker.inline import InlineWorker
 
 
 def probed(folder: Path) -> None:

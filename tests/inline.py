@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint.source import Source
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
@@ -20,7 +21,6 @@ from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import FINAL, Events, LoadJob, Outcome, prepare, run
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Facts, Load, Measure
 

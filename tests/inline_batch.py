@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, killed
+from tests.inline_worker import InlineWorker
 from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import Refusal
@@ -25,7 +26,6 @@ from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Status
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Facts, Load

@@ -17,6 +17,7 @@ from click.testing import Result
 from transformers import AutoModelForCausalLM
 
 from tests import Checkpoints, Patch, invoke, mentions
+from tests.inline_worker import InlineWorker
 from tests.running import decode, prefill
 from tests.test_parity import plan_of
 from zinfer.analysis.study import compared, label, show
@@ -29,7 +30,6 @@ from zinfer.plan.planner import Plan
 from zinfer.record import study as studies
 from zinfer.record.study import Deviation, Failed, Position, StudyError
 from zinfer.worker import teacher_forcing
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 

@@ -14,11 +14,11 @@ import zinfer
 from tests import PATIENCE_S
 from tests.command import probed
 from tests.command import zinfer as command
+from tests.inline_worker import InlineWorker
 from tests.test_serve import Reference
 from zinfer.core.errors import ZinferError
 from zinfer.engine import EngineError
 from zinfer.record.store import Store
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerError
 
 Checkpoints = Callable[..., Path]

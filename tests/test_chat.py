@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import PATIENCE_S, Checkpoints, Patch, mentions
 from tests.command import zinfer
+from tests.inline_worker import InlineWorker
 from tests.test_cli import ROOT
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
@@ -34,7 +35,6 @@ from zinfer.core.request import Sampling, Update
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command
 
 TURNS = ["Hello there", "And again", "third"]

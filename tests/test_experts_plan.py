@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tests import committed, invoke
 from tests.checkpoints import save_config
+from tests.inline_worker import InlineWorker
 from tests.test_experts import MIXTURES
 from tools import trained
 from zinfer.analysis import calibrate
@@ -28,7 +29,6 @@ from zinfer.record.store import read
 from zinfer.record.study import Hits, Study, Touched
 from zinfer.system import local, machines
 from zinfer.worker import process
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import not_as_asked
 
 MIXTRAL = resolve.resolve("mixtral-8x7b", None, None)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import Checkpoints, Patch
 from tests.command import probed
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -21,7 +22,6 @@ from zinfer.engine import read
 from zinfer.engine.read import _NOT_FINITE, DTYPES, check_finite, first_not_finite, map_groups, read_groups
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.weights import packed
-from zinfer.worker.inline import InlineWorker
 
 CPU = torch.device("cpu")
 WEIGHT = "model.layers.1.mlp.up_proj.weight"

@@ -15,6 +15,7 @@ from tests import Patch
 from tests import test_parity as parity
 from tests.checkpoints import save_config
 from tests.command import zinfer
+from tests.inline_worker import InlineWorker
 from tests.serving import serving
 from tests.test_parity import BATCHES, greedy
 from zinfer.checkpoint import resolve
@@ -25,7 +26,6 @@ from zinfer.engine import read
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import codec, load, packed
 from zinfer.job.serve import dispatcher
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import LoadFailed
 from zinfer.worker.tasks import BatchStart, BatchStep
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload, resident_bytes
 from zinfer.core.engine import ENGINES
@@ -20,7 +21,6 @@ from zinfer.plan.placement import TUNING, Placer
 from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.store import Header, Store
 from zinfer.system import machines
-from zinfer.worker.inline import InlineWorker
 
 # Without sources no peak of the link is known, so that limits are those of the figures below.
 BIG = machines.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "sources": {}})

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from tests import Checkpoints, Patch, wait
 from tests.command import interrupted, small_files, started, zinfer
 from tests.inline import MACHINE
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint.resolve import resolve
 from zinfer.cli import cli
 from zinfer.core.model import ModelSpec
@@ -23,7 +24,6 @@ from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
 from zinfer.system import atomic
-from zinfer.worker.inline import InlineWorker
 
 BUILD = ("pack", "--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "16")
 

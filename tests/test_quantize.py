@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tests import Patch, quantized
 from tests.checkpoints import save_checkpoint, save_config
+from tests.inline_worker import InlineWorker
 from tests.running import prefill
 from tests.test_architecture import GEMMA, VISION
 from tests.test_parity import MACHINE, load, prompts
@@ -29,7 +30,6 @@ from zinfer.engine.quantization import quantize as quantizers
 from zinfer.engine.quantization.quantize import quantize
 from zinfer.record import study
 from zinfer.record.study import Deviation
-from zinfer.worker.inline import InlineWorker
 
 STRATEGIES = {"int4": "group", "int8": "channel", "fp8": "channel"}
 LENGTHS = (9, 9)  # equal: rows with padding are rounded elsewhere

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
+from tests.inline_worker import InlineWorker
 from tests.results import case, plain, request_point
 from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import check, goodput
@@ -41,7 +42,6 @@ from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSam
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.system.documents import DocumentError
 from zinfer.worker import requests as clock_of_requests
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session, facts_of
 from zinfer.worker.tasks import Answer, Command, Facts, Load, MeasureRequests

@@ -8,6 +8,7 @@ import pytest
 
 from tests import invoke, mentions
 from tests.command import zinfer
+from tests.inline_worker import InlineWorker
 from tests.results import kept_point as point
 from tests.test_parity import load
 from zinfer.analysis.study import break_even, measured, verdict
@@ -15,7 +16,6 @@ from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.study import Reload, Study
 from zinfer.system.host import slug
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, WorkerDied
 from zinfer.worker.tasks import Answer, Command, PrefixReuse
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import Checkpoints, Patch
+from tests.inline_worker import InlineWorker
 from tests.test_parity import MACHINE, plan_of
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Workload
@@ -31,7 +32,6 @@ from zinfer.job.batch.run import BatchJob
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.worker import generation as worker_side
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import Checkpoints, Patch
+from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE, plan_of
 from tests.test_rows import TEMPLATE
@@ -27,7 +28,6 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.packing import best_plan
 from zinfer.plan.planner import Plan
 from zinfer.worker.generation import batch_step
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load

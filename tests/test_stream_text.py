@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from tests import mentions
+from tests.inline_worker import InlineWorker
 from zinfer.cli import cli
 from zinfer.commands import run as run_side
 from zinfer.commands.run import Answers
 from zinfer.core.request import Update
 from zinfer.generation.scheduler import add_token
 from zinfer.generation.sequence import Sequence
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import BatchStep, BatchStepped
 
 Checkpoints = Callable[..., Path]

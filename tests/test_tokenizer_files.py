@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.configuration import CheckpointWarning
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import Tokenizer
-from zinfer.worker.inline import InlineWorker
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
 

@@ -19,6 +19,7 @@ import torch
 from tests import PATIENCE_S, Checkpoints, Patch, alive, wait
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
+from tests.inline_worker import InlineWorker
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import find
 from zinfer.core.case import Case, Option, Workload
@@ -34,7 +35,6 @@ from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
 from zinfer.system.documents import DocumentError
-from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked

@@ -83,7 +83,7 @@ class WorkerDied(WorkerError):
 
 
 class Client(ABC):
-    """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
+    """Client of a worker: a process (`Worker`), or in tests this one."""
 
     def __init__(
         self,

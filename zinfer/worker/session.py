@@ -1,6 +1,6 @@
 """Session of a worker. The loaded engine, the batch that runs on it, and its tasks.
 
-`zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
+`zinfer.worker.server` runs one in a process of its own.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Workers without a process, for tests and other programs."""
+"""Workers without a process."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -180,7 +180,7 @@ def test_several_micro_batches_are_recorded(
 def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    """Rows retire and are regrouped; the memory of their graphs goes with them."""
+    """Rows retire and move; the memory of their graphs goes with them."""
     test_continuous.small(monkeypatch)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
     finished, limits, _ = test_continuous.come_and_go(engine)

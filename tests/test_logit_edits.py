@@ -246,7 +246,7 @@ def test_a_row_ends_at_its_own_tokens_and_not_before_its_minimum(
     assert len(rows[2].output_ids) >= 6
 
 
-class Letters(Words):
+class Spelling(Words):
     def decode(self, token_ids: Sequence[int], _before: Sequence[int] = ()) -> str:
         return "".join(chr(token) for token in token_ids)
 
@@ -255,10 +255,10 @@ def test_stops_count_after_the_minimum_alone() -> None:
     row = Row([1], 20, Sampling(min_tokens=4), stop=("ab",))
     for letter in "abxab":
         assert not row.ended
-        scheduler.add_token(Letters(), row, ord(letter), True)  # type: ignore[arg-type]
+        scheduler.add_token(Spelling(), row, ord(letter), True)  # type: ignore[arg-type]
     assert (row.text, row.finish_reason) == ("abx", "stop"), "the stop ends after four tokens"
     (row := Row([1], 20, Sampling(min_tokens=2), stop=("ab",))).output_ids += map(ord, "aba")
-    scheduler.add_token(Letters(), row, ord("b"), True)  # type: ignore[arg-type]
+    scheduler.add_token(Spelling(), row, ord("b"), True)  # type: ignore[arg-type]
     assert (row.text, row.finish_reason) == ("ab", "stop"), "a row that goes on after a kill"
 
 

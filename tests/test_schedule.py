@@ -87,7 +87,7 @@ class Engine:
                 assert len(batch.rows) >= 1
                 self.live[batch] = len(batch.rows), batch.length, batch.capacity
             elif kind == "move_rows":
-                assert self.able.regroups
+                assert self.able.moves_rows
                 for source, places in sources:
                     rows, length, _ = self.live.pop(source)
                     assert length == source.length
@@ -264,8 +264,8 @@ def test_rows_end_early() -> None:
     "able",
     [
         Abilities(one_pass=False),
-        Abilities(one_pass=False, regroups=False, chunks=False),
-        Abilities(regroups="rarely"),
+        Abilities(one_pass=False, moves_rows=False, chunks=False),
+        Abilities(moves_rows="rarely"),
         Abilities(chunks=False),
     ],
 )
@@ -276,7 +276,7 @@ def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> N
     tally, passes = simulate(rows, Limits(80_000), able)
     assert sum(step.tokens for step in passes) == sum(left)
     assert tally.again == 0
-    if able.one_pass is False and able.regroups:
+    if able.one_pass is False and able.moves_rows:
         assert tally.passes < 4 * max(left)
 
 
@@ -371,7 +371,7 @@ class Served:
 WAYS = [
     pytest.param(Limits(1_000_000, 64), Abilities(), id="rows"),
     pytest.param(Limits(12_000), Abilities(), id="positions"),
-    pytest.param(Limits(12_000), Abilities(regroups="rarely"), id="in host memory"),
+    pytest.param(Limits(12_000), Abilities(moves_rows="rarely"), id="in host memory"),
     pytest.param(Limits(1_000_000, 64), Abilities(one_pass=False), id="a pass each"),
     pytest.param(Limits(1_000_000, 64), Abilities(chunks=False), id="no chunks"),
 ]
@@ -615,7 +615,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share
         model="bloom-176b", engine="stream", offload="cpu", layers=14, workload=load, options=(("kv_offload", "auto"),)
     )
     placement = make_plan(case, spec, H100, efficiency=Efficiency()).placement
-    able = Abilities(regroups="rarely")
+    able = Abilities(moves_rows="rarely")
     schedule = Schedule(PassTimes(placement, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrivals=True)
     engine, truth = Engine(able), Imperfect(placement, spec, H100, 512)
     device_positions = round((1 - host_share) * rows) * load.total_len

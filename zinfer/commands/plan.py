@@ -20,7 +20,7 @@ from zinfer.commands.decision import DecisionCriteria
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
-from zinfer.commands.ranking import Group
+from zinfer.commands.ranking import PlanGroup
 from zinfer.commands.verb import Verb
 from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, conflict, draft_of, is_server
@@ -152,7 +152,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
 
 def planned(
     recipe: str | None, calibrate: Path | None, given: dict[str, Any]
-) -> tuple[list[Group], "_Records", ranking.Question, Mapping[str, Efficiency]]:
+) -> tuple[list[PlanGroup], "_Records", ranking.Question, Mapping[str, Efficiency]]:
     """Return groups of plans, and what they were made with. Raises ZinferError."""
     how = {name: given[name] for name in ASKED}
     acceptance, prompts = how["acceptance"], how["prompts"]
@@ -280,7 +280,7 @@ def _groups(
     efficiencies: Mapping[str, Efficiency],
     records: "_Records",
     question: ranking.Question,
-) -> Iterator[Group]:
+) -> Iterator[PlanGroup]:
     """Yield plans by model, machine and lengths: predictions with `efficiencies`, limits without any."""
     runnable = _runnable(sweep)
     refused: list[ModelError] = []
@@ -317,7 +317,7 @@ def _groups(
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
         routed = planners.values() if len(machines) == 1 and spec.num_experts > 1 else ()
         single = [planner.searched(planner.case.workload, 1).plan for planner in routed]
-        yield Group(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
+        yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:
@@ -379,7 +379,7 @@ def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[st
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
 
 
-def _print(group: Group, question: ranking.Question, calibrated: bool) -> None:
+def _print(group: PlanGroup, question: ranking.Question, calibrated: bool) -> None:
     def shown(plan: Plan, value: float | None, form: Callable[[float], str]) -> str:
         return form(value) if plan.holds and value else "-"
 
@@ -458,7 +458,7 @@ class _Records:
         measured = f"measured: {right:,} of {checked:,} drafts in the records"
         return measured if self._stated is None else "stated, not measured"
 
-    def servers(self, group: Group) -> Iterator[str]:
+    def servers(self, group: PlanGroup) -> Iterator[str]:
         """Yield a sentence on a server that is faster by a record."""
         workload, machine = group.plan.case.workload, group.machine
         points = self._points(group.plan.case.model, "command").points  # which only servers have

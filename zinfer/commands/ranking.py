@@ -128,7 +128,7 @@ def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
     )  # fmt: skip
 
 
-class Group(NamedTuple):
+class PlanGroup(NamedTuple):
     """Plans of one model and pair of lengths on one machine; what was chosen."""
 
     title: str  # without the machine
@@ -153,31 +153,31 @@ class Group(NamedTuple):
         return [] if self.answer is None else [check for check in self.answer.kept if not check.ok]
 
 
-def _levels(group: Group) -> str:
+def _levels(group: PlanGroup) -> str:
     if group.missed:
         values = [f"{check.value} {check.sla.metric}".removesuffix(" output_tok_s") for check in group.missed]
         return f"no: {', '.join(values)}"
     return "yes" * bool(group.answer is not None and group.answer.kept)
 
 
-def show(title: str, rows: Sequence[Group], question: Question, calibrated: bool) -> None:
+def show(title: str, rows: Sequence[PlanGroup], question: Question, calibrated: bool) -> None:
     """Print the machines, best first, and what is assumed of them."""
 
-    def rank(group: Group) -> tuple[bool, bool, float]:
+    def rank(group: PlanGroup) -> tuple[bool, bool, float]:
         plan, worst = group.plan, float("inf")
         values = {"cost": question.usd_per_mtok(plan), "latency": plan.step_s}
         value = values.get(question.objective, -(plan.output_tok_s or 0.0))
         return not plan.holds, bool(group.missed), worst if value is None else value
 
-    def of(value: Callable[[Plan], float | None], form: Callable[[float], str] = figures) -> Callable[[Group], str]:
-        def cell(group: Group) -> str:
+    def of(value: Callable[[Plan], float | None], form: Callable[[float], str] = figures) -> Callable[[PlanGroup], str]:
+        def cell(group: PlanGroup) -> str:
             number = value(group.plan) if group.plan.holds else None
             return "" if number is None else form(number)
 
         return cell
 
     rate, price = of(lambda plan: plan.output_tok_s), of(lambda plan: question.price(plan.machine), "{:.2f}".format)
-    columns: dict[str, Callable[[Group], str]] = {
+    columns: dict[str, Callable[[PlanGroup], str]] = {
         "machine": lambda group: group.machine.name + "*" * bool(group.machine.overridden),
         "fits": lambda group: "yes" if group.plan.holds else f"no: {shortage(group.plan)}",
         "configuration": lambda group: group.plan.case.label() * group.plan.holds,

@@ -154,12 +154,12 @@ class PassPlan(NamedTuple):
 
 
 class Abilities(NamedTuple):
-    """Abilities of an engine, as `Engine` names them. `regroups` is "rarely" where moving rows of some micro-batches,
+    """Abilities of an engine, as `Engine` names them. `moves_rows` is "rarely" where moving rows of some micro-batches,
     `PlannedBatch.on_host`, is slow."""
 
     one_pass: bool = True
     chunks: bool = True
-    regroups: bool | Literal["rarely"] = True
+    moves_rows: bool | Literal["rarely"] = True
     pads: bool = True
 
 
@@ -268,7 +268,7 @@ class Schedule:
         self.begun, self._used = [], None
         moves: list[Move] = []
         self._retire(moves)
-        if self.able.regroups:
+        if self.able.moves_rows:
             self._compact(moves)
             self._merge(moves)
         self._grow(moves)
@@ -373,7 +373,7 @@ class Schedule:
     def _make_way(self, moves: list[Move]) -> None:
         """Take rows from large requests for requests that wait without room. Large ones have more than a quarter. It
         takes as many as a pass has prompt tokens for."""
-        if not (self.able.regroups and self.waiting.shares()):
+        if not (self.able.moves_rows and self.waiting.shares()):
             return
         running, tuned, held = self.running, tuning.TUNED, Counter(self.waiting.held)
         fair_share = max(1, len(running) // tuned.request_share)
@@ -441,7 +441,7 @@ class Schedule:
 
     def _capacity(self, length: int, left: int) -> int:
         capacity = length + max(1, left) + self.ahead
-        if self.able.regroups is not True:
+        if self.able.moves_rows is not True:
             return capacity + ceil(self.slack * left)
         capacity += tuning.TUNED.draft_gaps * self.ahead
         return min(capacity, -(-(length + 1 + self.ahead) // self.step) * self.step + self.step // 2)
@@ -500,7 +500,7 @@ class Schedule:
 
     def _grow(self, moves: list[Move]) -> None:
         """Give room to full micro-batches; where there is none, rows give way."""
-        ahead = self.ahead if self.able.regroups is True else 0
+        ahead = self.ahead if self.able.moves_rows is True else 0
         for batch in [other for other in self.batches if other.running and other.length + ahead >= other.capacity]:
             while batch in self.batches:  # it may be moved out in between
                 rows, length = batch.compact
@@ -528,7 +528,7 @@ class Schedule:
         running = sum(len(batch.alive) for batch, _ in works)
         if not running:
             return True
-        if not self.able.regroups:  # a micro-batch runs to its end
+        if not self.able.moves_rows:  # a micro-batch runs to its end
             return False
         free = min(len(self.waiting), self._free_rows())
         self._debt += max(free / running, 1 / tuning.TUNED.patience if self._newcomer else 0.0)
@@ -553,7 +553,7 @@ class Schedule:
             hidden = self.times.room(load._replace(prompts=load.prompts + 1))
             flow = min(self._flow(), hidden + self.times.tokens_in(self.times.seconds(load)))
             budget = max(hidden, flow, min_tokens)
-        elif not self.able.regroups:  # the micro-batch runs to its end: all rows that fit
+        elif not self.able.moves_rows:  # the micro-batch runs to its end: all rows that fit
             budget = 1 << 62
         works = list[PlannedWork]()
 
@@ -601,7 +601,7 @@ class Schedule:
         """Return the positions of rows at `_TIMES`, each to its end."""
         left = np.array([row.left for row in rows], dtype=np.int64)[:, None]
         length, alive = np.array([row.length for row in rows], dtype=np.int64)[:, None], left > _TIMES
-        at_once = self.able.regroups is not True  # the room is reserved at once
+        at_once = self.able.moves_rows is not True  # the room is reserved at once
         more = left + self.ahead + np.ceil(self.slack * left) if at_once else self.step // 2 + _TIMES
         taken: NDArray[Any] = (alive * (length + more)).sum(0)
         return taken if at_once else taken * tuning.TUNED.padding * (1 - self.ending) ** _TIMES
@@ -611,7 +611,7 @@ class Schedule:
         return rows * self._capacity(width, end) * (end > _TIMES)
 
     def _usage(self) -> NDArray[Any]:
-        if self.able.regroups is False:
+        if self.able.moves_rows is False:
             held = [batch.reserved * (batch.max_remaining > _TIMES) for batch in self.batches]
             return np.asarray(sum(held, 0 * _TIMES))
         usage = self._need(self.running)
@@ -624,7 +624,7 @@ class Schedule:
         able, tuned = self.able, tuning.TUNED
         running = len(self.running)
         free_rows = self.limits.rows - running
-        if not self.waiting or free_rows < 1 or (able.regroups is False and not able.one_pass and self.batches):
+        if not self.waiting or free_rows < 1 or (able.moves_rows is False and not able.one_pass and self.batches):
             return None
         if running >= self._crowd:
             return None
@@ -656,7 +656,7 @@ class Schedule:
             if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.batch_positions:
                 break
             need = self._need([row])
-            if able.regroups is False:
+            if able.moves_rows is False:
                 after = self._held(len(taken) + 1, longest, max(end, row.left))
                 need = after - self._held(len(taken), width, end)
             if (used + need > self.limits.positions).any() and (taken or self.batches):

@@ -274,7 +274,10 @@ class ContinuousScheduler:
         running = [batch for batch, _ in works if batch.running]
         if not self.drafts.max_drafts or not running:
             return works, {}
-        plan, grows = self.engine.plan, self.schedule.able.regroups is True  # else gaps take room that is not made anew
+        plan, grows = (
+            self.engine.plan,
+            self.schedule.able.moves_rows is True,
+        )  # else gaps take room that is not made anew
         max_drafts = min(batch.capacity - batch.length - (1 if grows else batch.max_remaining) for batch in running)
         rows = {row.key: row for batch in running for row in batch.living}
         if (last := plan.model.max_position) is not None:  # every row computes equally many positions
@@ -610,6 +613,6 @@ def abilities(engine: Engine, on_host: bool = False) -> Abilities:
     return Abilities(
         one_pass=engine.one_pass,
         chunks=engine.cannot_chunk() is None,
-        regroups="rarely" if moves and on_host else moves,
+        moves_rows="rarely" if moves and on_host else moves,
         pads=engine.cannot_pad() is None,
     )

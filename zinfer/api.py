@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -26,6 +25,7 @@ from zinfer.core.case import MAX_COUNT
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import ModelError
 from zinfer.core.request import Request, TokenScore, Update, nth_seed
+from zinfer.core.value import Closing
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job import sweep as sweep_job
@@ -127,7 +127,7 @@ class Delta(NamedTuple):
     finish_reason: str | None
 
 
-class LLM:
+class LLM(Closing):
     """A model of any size in a worker.
 
     `close`, or the end of a ``with`` block, frees it. `options` are those of `zinfer batch`; others are the engine's,
@@ -189,14 +189,6 @@ class LLM:
     def close(self) -> None:
         """End the worker, and free its memory. Safe to call twice."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _answer(self, prompts: list[Any], params: Any, chat: bool, settings: Any = None) -> list[RequestOutput]:
         requests, outputs = self._requests(prompts, params, chat, settings)

@@ -1,5 +1,6 @@
-"""Base class of the values that zinfer passes around, and their groups."""
+"""Base classes of values and of what is closed; groups of values."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from typing import Self, TypeVar
 
@@ -20,6 +21,20 @@ class Frozen(BaseModel):
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
+
+
+class Closing(ABC):
+    """Base of context managers that call `close` at the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the resources that are held. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -13,10 +13,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.errors import environment_error
+from zinfer.core.value import Closing
 
 PAGE = 4096  # bytes; a multiple of every drive's sectors
 REQUEST = 8 << 20  # bytes of one read, and of a stripe: what one drive brings in a millisecond or more
@@ -30,7 +30,7 @@ def aligned(start: int, end: int) -> tuple[int, int]:
     return start - start % PAGE, end + -end % PAGE
 
 
-class _Striped:
+class _Striped(Closing):
     """Open files on several drives. Stripe n, of `REQUEST` bytes, lies in file n modulo their number."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -40,12 +40,6 @@ class _Striped:
         """Return the file with byte `start`, by number, and the offset there."""
         number, within = divmod(start, REQUEST)
         return number % len(self._paths), number // len(self._paths) * REQUEST + within
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""

@@ -16,11 +16,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.model import ModelError, ModelSpec
+from zinfer.core.value import Closing
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import NO_TOKENS
 from zinfer.record.study import StudyError
@@ -68,7 +69,7 @@ class Facts(NamedTuple):
         return "a text ends at " + " or ".join(f"{text or token} ({files})" for token, text, files in self.ends)
 
 
-class TokenizerProcess:
+class TokenizerProcess(Closing):
     """Tokenizer and chat template in a process. Prompts of twice `max_tokens` tokens are refused."""
 
     def __init__(self, spec: ModelSpec, template: ChatTemplate | None = None, max_tokens: int | None = None) -> None:
@@ -118,12 +119,6 @@ class TokenizerProcess:
         self._end()
         while self._idle:
             self._idle.pop().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _encode(self, prompt: Prompt, special: bool, seconds: float) -> list[int] | Refusal | None:
         """Return the token ids of a prompt, or why it has none; None if it takes too long."""

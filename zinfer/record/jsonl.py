@@ -12,9 +12,8 @@ import math
 import os
 import re
 import stat
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 from pydantic_core import from_json
 
 from zinfer.core.errors import INTEGRITY, ZinferError
+from zinfer.core.value import Closing
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, read_bytes
 
@@ -149,20 +149,6 @@ def read_files(path: Path, files: Iterable[Path], damaged: list[Damage]) -> Iter
             if file == path:
                 raise
             damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
-
-
-class Closing(AbstractContextManager["Closing"]):
-    """Base of context managers that call `close` at the end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the resources that are held. Safe to call twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class AppendLog(Closing):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from zinfer.core.errors import ZinferError
+from zinfer.core.value import Closing
 from zinfer.job.batch.openai import Done, decode, encode
-from zinfer.record.jsonl import AppendLog, Closing, Damage, Garbled, StoreError, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, read_lines, seal, unseal
 from zinfer.system import atomic
 
 JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, and tokens of an unfinished row

@@ -39,11 +39,9 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
     contexts = (100, 200, 400, 800) if len(gains) > 2 else (100, 400)
     points = [point(context, 10 * gain, 10) for context, gain in zip(contexts, gains, strict=False)]
     points.append(Reload(context=9999, new_tokens=8, skipped="too long"))
-    actual = break_even(points, "memory")
+    actual = break_even(points)
     assert actual == (None if expected is None else pytest.approx(expected, rel=2e-3))
-    assert break_even(points, "disk") is None
-    assert verdict(points, "disk") is None
-    assert words is None or str(verdict(points, "memory")).endswith(words)
+    assert words is None or str(verdict(points)).endswith(words)
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
@@ -82,9 +80,9 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     assert recorded.of(Reload)[-1].skipped == "bloom-tiny has 2,048 positions"
     assert recorded.link is not None
     assert "torch" in recorded.versions
-    assert points[-1].gain("memory") > 0  # type: ignore[operator]
+    assert points[-1].gain > 0  # type: ignore[operator]
     assert mentions(result.stdout, "4,096 tokens", "bloom-tiny", "2,048 positions")
-    assert str(verdict(points, "memory")) in result.stdout
+    assert str(verdict(points)) in result.stdout
     assert "256 tokens measured" in result.stderr
     monkeypatch.chdir(folder)
     drawn = [invoke("plot", where, "-o", where[-1]) for where in ("sweeps/results", str(path))]
@@ -94,7 +92,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
         assert lines == [f"{out}/{slug()}/reuse-bloom-tiny-2-of-8-layers-stream-cpu.{form}" for form in ("png", "svg")]
     first, second = (Path(command.stdout.split()[1]).read_bytes() for command in drawn)
     assert first == second
-    assert b"break-even" in first or verdict(points, "memory") is not None
+    assert b"break-even" in first or verdict(points) is not None
 
 
 class Inline(InlineWorker):

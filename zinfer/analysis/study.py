@@ -22,7 +22,7 @@ from zinfer.core.model import Weights
 from zinfer.core.units import duration, figures, gb
 from zinfer.record import study
 from zinfer.record.measurement import latest_by
-from zinfer.record.study import Coded, Deviation, Hits, Reload, ReloadSource, Study
+from zinfer.record.study import Coded, Deviation, Hits, Reload, Study
 
 
 class Shown(NamedTuple):
@@ -179,9 +179,9 @@ def conditions(run: Study) -> str:
     return f"{weights_text(run.asked.load_format)}, {run.asked.dtype}{link}; the last {new} tokens are new"
 
 
-def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
+def break_even(points: Sequence[Reload]) -> float | None:
     """Return the context in tokens from which a reload is faster (0: always, inf: never), or None."""
-    gains = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
+    gains = sorted((point.context, gain) for point in points if (gain := point.gain) is not None)
     losing = [index for index, (_, gain) in enumerate(gains) if gain <= 1]
     if not gains:
         return None
@@ -194,18 +194,18 @@ def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
     return float(before * (after / before) ** share)
 
 
-def verdict(points: Sequence[Reload], source: ReloadSource) -> str | None:
+def verdict(points: Sequence[Reload]) -> str | None:
     """Return the break-even in words; None if nothing was measured."""
-    even = break_even(points, source)
+    even = break_even(points)
     if even is None:
         return None
-    contexts = [point.context for point in points if point.gain(source) is not None]
+    contexts = [point.context for point in points if point.gain is not None]
     if even == 0:
-        return f"reload from {source} always wins, from {min(contexts):,} tokens on"
+        return f"reload from memory always wins, from {min(contexts):,} tokens on"
     if even == inf:
-        wins = any((point.gain(source) or 0) > 1 for point in points)
-        return f"reload from {source} {'does not win at' if wins else 'never wins, up to'} {max(contexts):,} tokens"
-    return f"reload from {source} wins from {round(even):,} tokens on"
+        wins = any((point.gain or 0) > 1 for point in points)
+        return f"reload from memory {'does not win at' if wins else 'never wins, up to'} {max(contexts):,} tokens"
+    return f"reload from memory wins from {round(even):,} tokens on"
 
 
 def _reuse(run: Study) -> Shown:
@@ -213,13 +213,10 @@ def _reuse(run: Study) -> Shown:
         return duration(median(samples_ms) / 1e3)
 
     def cells(point: Reload) -> tuple[str, ...]:
-        ways: list[str] = []
-        for source in study.SOURCES:
-            faster = point.gain(source)
-            ways += ["", ""] if faster is None else [middle(point.samples(source)), f"{faster:.2f}x"]
+        reload = ("", "") if point.gain is None else (middle(point.memory_ms), f"{point.gain:.2f}x")
         difference = "" if point.max_difference is None else figures(point.max_difference, 2)
-        ways += ["same" if point.same_token else "OTHER", difference]
-        return f"{point.context:,}", gb(point.kept_bytes), middle(point.recompute_ms), *ways
+        same = "same" if point.same_token else "OTHER"
+        return f"{point.context:,}", gb(point.kept_bytes), middle(point.recompute_ms), *reload, same, difference
 
     points = run.of(Reload)
     skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in points if point.skipped)
@@ -227,9 +224,9 @@ def _reuse(run: Study) -> Shown:
         f"Keeping a conversation, {title(run)}",
         title(run),
         f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}.",
-        ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
+        ("#context", "#kept", "#recompute", "#memory", "#faster", "token", "#logits"),
         [cells(point) for point in measured(run)],
-        (*filter(None, (verdict(points, source) for source in study.SOURCES)), *skipped),
+        (*filter(None, [verdict(points)]), *skipped),
     )
 
 

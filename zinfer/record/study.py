@@ -33,8 +33,6 @@ KIND = "study"  # of a line that holds a run; those of zinfer 0.1 begin so
 Share = Annotated[float, Field(ge=0, le=1)]
 Along = Literal["own", "text"]
 POLICIES: tuple[ExpertPolicy, ...] = ("lru", "lfu")
-ReloadSource = Literal["memory", "disk"]
-SOURCES: tuple[ReloadSource, ...] = ("memory", "disk")
 
 
 class StudyError(ZinferError):
@@ -127,18 +125,15 @@ class Reload(Frozen):
     kept_bytes: Count = 0
     recompute_ms: tuple[Ms, ...] = ()
     memory_ms: tuple[Ms, ...] = ()
-    disk_ms: tuple[Ms, ...] = ()
+    disk_ms: tuple[Ms, ...] = ()  # of zinfer 0.1, which kept conversations on disk, too
     same_token: bool | None = None
     max_difference: Number | None = None  # between any logit computed and reloaded
     skipped: Words | None = None  # reason why this context was not measured
 
-    def samples(self, source: ReloadSource) -> tuple[float, ...]:
-        return self.memory_ms if source == "memory" else self.disk_ms
-
-    def gain(self, source: ReloadSource) -> float | None:
-        """Return the median speed-up of a reload over computing, or None."""
-        samples = self.samples(source)
-        return median(self.recompute_ms) / median(samples) if samples and self.recompute_ms else None
+    @property
+    def gain(self) -> float | None:
+        """Median speed-up of a reload from memory over computing; None without samples."""
+        return median(self.recompute_ms) / median(self.memory_ms) if self.memory_ms and self.recompute_ms else None
 
 
 class Hits(Frozen):

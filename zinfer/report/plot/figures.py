@@ -18,12 +18,12 @@ from zinfer.analysis.rates import rate_text, tied, winner
 from zinfer.core.units import gb
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import Spread, spread
-from zinfer.record.study import SOURCES, Study
+from zinfer.record.study import Study
 from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.report.plot.timeline import timeline
 
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
-_WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
+_WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o")}
 
 
 def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
@@ -98,8 +98,8 @@ def reuse(run: Study) -> Figure | None:
     if not points:
         return None
     contexts = [point.context for point in points]
-    words = [f"{text}." for source in SOURCES if (text := study.verdict(points, source)) is not None]
-    notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {study.conditions(run)}")
+    words = study.verdict(points) or ""
+    notes = (f"{words[:1].upper()}{words[1:]}." * bool(words), f"{run.machine} · {study.conditions(run)}")
     with looks():
         sheet = Sheet(study.show(run).title, "when does a reload pay?", notes)
         axes = sheet.panels[0]
@@ -117,11 +117,10 @@ def reuse(run: Study) -> Figure | None:
                     [*timed], middle, yerr=bars, marker=marker, color=colour, capsize=3, label=label, zorder=3
                 )
             held += [value for seconds in timed.values() for value in seconds]
-        for source in SOURCES:
-            even = study.break_even(points, source)
-            if even is not None and even > 0 and isfinite(even):
-                label = f"break-even from {source}: {round(even):,} tokens"
-                axes.axvline(even, linestyle=":", color=_WAYS[source][0], linewidth=1.3, label=label)
+        even = study.break_even(points)
+        if even is not None and even > 0 and isfinite(even):
+            label = f"break-even: {round(even):,} tokens"
+            axes.axvline(even, linestyle=":", color=_WAYS["memory"][0], linewidth=1.3, label=label)
         log_axis(axes, held)
         batch_axis(axes, contexts)
         axes.set_xlabel("context, tokens")

@@ -233,6 +233,9 @@ def test_a_model_may_stand_without_its_option(folder: Path, checkpoint: Callable
     for words in ([], [model, "-m", model]):
         refused = zinfer(folder, "run", *words, *more)
         assert (refused.returncode, "name one model" in refused.stderr) == (2, True)
+    assert zinfer(folder, "plan", model).stdout == (plan := zinfer(folder, "plan", "-m", model)).stdout
+    assert (plan.returncode, "stream cpu" in plan.stdout) == (0, True), plan.stderr
+    assert "name one model" in zinfer(folder, "pack").stderr
     lengths = ["--offload", "cpu", "--request-lengths", "fixed:9,9", "--concurrency", "2,4", "--dry-run"]
     planned = zinfer(folder, "sweep", model, *lengths)
     assert planned.returncode == 0, planned.stderr

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from zinfer import engine as engines
+from zinfer.checkpoint.gguf import SUFFIX
 from zinfer.checkpoint.source import Source, find
 from zinfer.checkpoint.tokenizer_files import chat_template as template_of
 from zinfer.checkpoint.tokenizer_files import folder_of, require
@@ -225,6 +226,14 @@ def any_model(function: Command) -> Command:
 
     option_of_it = option("-m --model", str, MODEL_HELP)
     return cast("Command", click.argument("named", metavar="[MODEL]", required=False)(option_of_it(called)))
+
+
+def recipe_or_model(recipe: str | None, given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return `recipe` and options; a checkpoint in the recipe's place is the model."""
+    path = Path(recipe or "")
+    if recipe is None or given.get("model") or not (path.is_dir() or (path.suffix == SUFFIX and path.is_file())):
+        return recipe, given
+    return None, given | {"model": (recipe,)}
 
 
 engine = option("--engine", str, ENGINE_HELP, default="stream")

@@ -21,7 +21,7 @@ from zinfer.system.host import host_bytes
 
 
 @click.command("pack", cls=Verb)
-@options.model
+@options.any_model
 @option("--engine", click.Choice(["stream", "tensorrt"]), "Coded layers, or a plan of given shapes.", default="stream")
 @options.dtype
 @option("--weights", click.Choice(SCHEMES), "Write a quantised checkpoint; see `zinfer study accuracy`.")

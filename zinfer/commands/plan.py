@@ -106,8 +106,8 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     Comma lists are axes: model x machine x engine x offload. Several machines are ranked in one table, by tokens a
     second or by cost. Without --calibrate the times are physical limits (the link, GPU memory and matrix products at
     their peaks), which no engine passes; with it they are predictions with an error band. RECIPE is a file, or a name
-    in sweeps/ or among those that come with zinfer. With --sla, --objective or prices the batch is the best that keeps
-    the levels. The exit code is 4 if nothing fits, or nothing keeps them.
+    in sweeps/ or among those that come with zinfer; a checkpoint in its place is the --model. With --sla, --objective
+    or prices the batch is the best that keeps the levels. The exit code is 4 if nothing fits, or nothing keeps them.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate
@@ -248,6 +248,7 @@ def _hypothetical(plan: Plan) -> list[str]:
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
     """Return the recipe with the given options in place of its own. Requests give mean lengths."""
+    recipe, given = options.recipe_or_model(recipe, given)
     origin = recipe or "the command line"
     fields: dict[str, Any] = {} if recipe is None else read_toml(sweep_recipe(recipe))
     scenarios = {key: values for key in SCENARIOS if (values := given.pop(key)) is not None}

@@ -84,7 +84,7 @@ def codec(checkpoints: tuple[Path, ...], output: Path | None) -> None:
 
 
 @command.command("accuracy", cls=Verb)
-@options.model
+@options.any_model
 @options.engine
 @options.offload_if_needed
 @option("--weights copies", str, "Quantised copy: a folder, or int4, int8, fp8. Repeatable.", multiple=True)
@@ -206,7 +206,7 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
 
 
 @command.command("reuse", cls=Verb)
-@options.model
+@options.any_model
 @option("--engine", options.Words(), options.ENGINES_HELP, default="stream")
 @option("--offload", options.Words(options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
 @option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
@@ -303,7 +303,7 @@ def _why_not(plan: Plan) -> str | None:
 
 
 @command.command("routing", cls=Verb)
-@options.model
+@options.any_model
 @options.prompt_text
 @option("--samples", options.COUNT, "Pieces of the text.", default=16)
 @option("--length", click.IntRange(min=2), "Tokens of a piece.", default=256)

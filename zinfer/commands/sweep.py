@@ -112,7 +112,7 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     --batch-size, both.
 
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
-    own. A checkpoint folder in its place is the --model. Comma lists are axes.
+    own. A checkpoint in its place is the --model. Comma lists are axes.
 
     \b
     zinfer sweep ./my-checkpoint
@@ -148,8 +148,7 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
 def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared: bool = False) -> Sweep:
     """Return the sweep of parameters; `shared`: by several jobs. Raises UsageError, ZinferError."""
     settings = how["settings"]
-    if recipe is not None and Path(recipe).is_dir() and not given.get("model"):
-        recipe, given = None, given | {"model": (recipe,)}
+    recipe, given = options.recipe_or_model(recipe, given)
     fields = {} if recipe is None else read_toml(sweep_recipe(recipe))
     fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:

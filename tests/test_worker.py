@@ -428,7 +428,7 @@ def test_requests_travel_whole_and_answers_to_one_prompt_carry_it_once() -> None
 def test_the_table_needs_no_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from zinfer.worker import inline, process, tasks\n"
+        "from zinfer.worker import process, session, tasks\n"
         "from zinfer.core.request import Request\n"
         "tasks.BatchStep(requests=[Request([1], 1)]).model_dump_json()\n"
     )

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from zinfer.core.case import Case, LoadFormat, Offload, Workload
 from zinfer.core.engine import OptionError, resolve_options
 from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
-from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
+from zinfer.engine.direct import PAGE, DirectFile, DirectWriter
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import chunk as chunk_module
@@ -375,51 +375,31 @@ def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=6),
-    drives=st.integers(1, 3),
     where=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-def test_stripes_are_the_bytes_that_were_written(
-    lengths: list[int], drives: int, where: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
+def test_reads_are_the_bytes_that_were_written(
+    lengths: list[int], where: tuple[float, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("stripes")
+    path = tmp_path_factory.mktemp("direct") / "layers.bin"
     content = np.random.default_rng(0).integers(0, 256, sum(lengths), dtype=np.uint8).tobytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "REQUEST", 2 * PAGE)
-        paths = [folder / f"{number}.bin" for number in range(drives)]
-        with StripedWriter(paths) as writer:
-            for stop in accumulate(lengths):
-                writer.write(memoryview(content)[writer._end : stop])
+        with DirectWriter(path) as writer:
+            for start, stop in pairwise(accumulate(lengths, initial=0)):
+                writer.write(memoryview(content)[start:stop])
             writer.flush()
-        sizes = [path.stat().st_size for path in paths]
-        assert sum(sizes) == len(content)
-        assert max(sizes) - min(sizes) <= 2 * PAGE
+        assert path.read_bytes() == content
         first, last = sorted(round(share * len(content)) for share in where)
         begin, end = direct.aligned(first, last)
         with (
-            StripedFile(paths) as striped,
+            DirectFile(path) as file,
             mmap.mmap(-1, max(PAGE, end - begin)) as memory,
             memoryview(memory) as whole,
         ):
-            for start, stop in striped.requests(begin, end):
+            for start, stop in file.requests(begin, end):
                 with whole[start - begin : stop - begin] as part:
-                    striped.read(part, start, min(stop, last) - start)
+                    file.read(part, start, min(stop, last) - start)
             assert bytes(whole[first - begin : last - begin]) == content[first:last]
-
-
-def test_layers_lie_on_several_drives(
-    models: Callable[[str], Path], drive: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(direct, "REQUEST", 4 * PAGE)
-    (other := tmp_path / "other").mkdir()
-    two = tokens_of_two(plan(models("bf16"), drive, host_weights="0%"))
-    engine = Stream(plan(models("bf16"), Path(f"{drive},{other}"), host_weights="34%"))
-    sizes = [path.stat().st_size for folder in (drive, other) for path in folder.glob(f"*/{packed.DATA}")]
-    assert len(sizes) == 2
-    assert max(sizes) - min(sizes) <= 4 * PAGE
-    assert torch.equal(greedy(engine, (4, 3)), two)
-    engine.close()
-    assert not list(drive.iterdir())
-    assert not list(other.iterdir())
 
 
 def test_plans_know_the_disk() -> None:
@@ -591,9 +571,9 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
 
 def stored(path: Path, layers: Any, ring_bytes: int) -> DiskSource:
     """Write layers into a file; return their source."""
-    with StripedWriter([path]) as writer:
+    with DirectWriter(path) as writer:
         places, sums = disk.write(writer.write, layers)
-    return DiskSource(StripedFile([path]), places, sums, ring_bytes, False)
+    return DiskSource(DirectFile(path), places, sums, ring_bytes, False)
 
 
 def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., PrefetchRing]:

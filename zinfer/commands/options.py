@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple, TypeVar, cast
 
 import click
@@ -30,7 +31,6 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.recipe import Sweep, SweepLoad, make_sweep, parse_batches, parse_option
 from zinfer.job.shard import Shard
 from zinfer.system import local
-from zinfer.system.host import drives, free_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -252,7 +252,7 @@ load_options = option_group(  # of a load: weights, type, slice, NVMe folder, en
     allow_nan,
     load_format,
     layers,
-    option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme; stream takes several: A,B."),
+    option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme."),
     gpu_weights,
     repeatable(
         "-O --option settings",
@@ -312,9 +312,8 @@ def this_machine(nvme_path: str | None) -> Machine:
     machine = local.this_machine()
     if nvme_path is None:
         return machine
-    for folder in (folders := drives(nvme_path)):
-        folder.mkdir(parents=True, exist_ok=True)
-    return machine.model_copy(update={"nvme_bytes": free_bytes(folders)})
+    Path(nvme_path).mkdir(parents=True, exist_ok=True)
+    return machine.model_copy(update={"nvme_bytes": disk_usage(nvme_path).free})
 
 
 def weights_of(how: dict[str, Any], loads: Iterable[SweepLoad] = ()) -> Source:

@@ -18,7 +18,7 @@ BUSY = 0.25  # load average, as a share of the CPUs, from which on a probe does 
 
 
 @click.command("probe", cls=Verb)
-@option("--nvme-path", click.Path(), "Folder on a drive whose reads are measured, too; several, A,B, together.")
+@option("--nvme-path", click.Path(), "Folder on a drive whose reads are measured, too.")
 @option("--output -o", click.Path(path_type=Path), "File or folder.  [default: sweeps/results/MACHINE/machine.json]")
 @option("--quick", bool, "Take fewer samples of smaller blocks.")
 @option("--memory", SIZE, "Host memory to measure with, as 1GiB.  [default: half of what is free]")

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -241,18 +240,6 @@ def _cpus(text: str) -> frozenset[int]:
     """Return the CPU numbers of a list as the kernel writes it: ``0-3,8``."""
     ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
     return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
-
-
-def drives(nvme_path: str) -> list[Path]:
-    """Return the folders that ``--nvme-path`` names, one on each drive: a folder, or several with commas between."""
-    if Path(nvme_path).is_dir():
-        return [Path(nvme_path)]
-    return [Path(folder) for folder in nvme_path.split(",") if folder] or [Path(nvme_path)]
-
-
-def free_bytes(folders: list[Path]) -> int:
-    """Return the room of the drives of `folders`, in bytes, spread evenly."""
-    return len(folders) * min(shutil.disk_usage(folder).free for folder in folders)
 
 
 def attending_cpus(cpus: int) -> int:

@@ -29,8 +29,6 @@ from zinfer.engine.read import as_bytes
 from zinfer.system.host import (
     attending_cpus,
     available_bytes,
-    drives,
-    free_bytes,
     gpus,
     host_bytes,
     host_facts,
@@ -57,16 +55,15 @@ def probe(
     progress: Callable[[str], object] = str,
     memory: int | None = None,
 ) -> Machine:
-    """Measure this machine, and the drives of the folders `nvme_path` (`drives`), together. `quick` takes fewer samples
-    of smaller blocks; `memory` is the host memory to measure with, in bytes, by default half of what can still be had.
+    """Measure this machine, and the drive of the folder `nvme_path`. `quick` takes fewer samples of smaller blocks;
+    `memory` is the host memory to measure with, in bytes, by default half of what can still be had.
     Page-locks 1 GiB at most, and leaves no file behind. Raises MachineError when `nvme_path` is not a folder, Full for
     one on a full disk."""
-    folders = [] if nvme_path is None else drives(str(nvme_path))
-    for folder in folders:
-        if not folder.is_dir():
-            raise MachineError(f"--nvme-path {folder} is not a folder")
-        if (free := shutil.disk_usage(folder).free) < 4 * direct.REQUEST:
-            fault = f"--nvme-path {folder} has {gb(free)} free, too little to measure with: name another folder"
+    if nvme_path is not None:
+        if not Path(nvme_path).is_dir():
+            raise MachineError(f"--nvme-path {nvme_path} is not a folder")
+        if (free := shutil.disk_usage(nvme_path).free) < 4 * direct.REQUEST:
+            fault = f"--nvme-path {nvme_path} has {gb(free)} free, too little to measure with: name another folder"
             raise environment_error(MachineError(fault))
     memory = available_bytes() // 2 if memory is None else memory
     cuda = torch.cuda.is_available()
@@ -106,11 +103,11 @@ def probe(
             "matmul_flops": max(entry["median"] for entry in details["matmul"].values()),
         }
     note = "measured by `zinfer probe`" + ("" if cuda else "; no GPU, so the CPU is the device and memory the link")
-    if folders:
+    if nvme_path is not None:
         progress(f"disk at {nvme_path}")
-        fields["nvme_bytes"] = free_bytes(folders)
+        fields["nvme_bytes"] = shutil.disk_usage(nvme_path).free
         try:
-            details["nvme"] = _probe_disks(folders, quick)
+            details["nvme"] = _probe_disk(nvme_path, quick)
             fields["nvme_bandwidth"] = details["nvme"]["median"]
         except OSError as error:
             note += f"; no direct I/O at the offload path ({error.strerror})"
@@ -353,23 +350,21 @@ def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) 
     return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
-def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
-    """Measure direct reads of files in `folders`, as `stream` reads layers. The files disappear when they are closed,
-    however the process ends. Raises OSError where direct I/O is refused or a disk is full."""
-    size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
+def _probe_disk(folder: str | Path, quick: bool) -> dict[str, Any]:
+    """Measure direct reads of a file in `folder`, as `stream` reads layers. The file disappears when it is closed,
+    however the process ends. Raises OSError where direct I/O is refused or the disk is full."""
+    size = min((512 if quick else 4096) * MIB, shutil.disk_usage(folder).free // 4)
     noise = os.urandom(direct.REQUEST)
     min_samples = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
-        paths = [Path(f"/proc/self/fd/{file.fileno()}") for file in files]
-        striped = stack.enter_context(direct.StripedFile(paths))
-        if not striped.direct:
+        file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
+        reader = stack.enter_context(direct.DirectFile(Path(f"/proc/self/fd/{file.fileno()}")))
+        if not reader.direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         began, blocks = perf_counter(), 0
         while (blocks + 1) * direct.REQUEST <= size and perf_counter() - began < BUDGET_S * (1 if quick else 2):
-            blocks += files[blocks % len(files)].write(noise) // direct.REQUEST
-        for file in files:
-            os.fsync(file.fileno())
+            blocks += file.write(noise) // direct.REQUEST
+        os.fsync(file.fileno())
         if not blocks:
             raise OSError(errno.ENOSPC, "no space to measure with")
         memory = stack.enter_context(_arena(direct.THREADS * direct.REQUEST, pin=False))
@@ -378,7 +373,7 @@ def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
         def read(thread: int) -> None:
             part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]
             for block in range(thread, blocks, direct.THREADS):
-                striped.read(part, block * direct.REQUEST, direct.REQUEST)
+                reader.read(part, block * direct.REQUEST, direct.REQUEST)
 
         with ThreadPoolExecutor(direct.THREADS) as pool:
             rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, min_samples)

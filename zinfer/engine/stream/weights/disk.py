@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.direct import PAGE, THREADS, StripedFile, aligned
+from zinfer.engine.direct import PAGE, THREADS, DirectFile, aligned
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.trace import clock
@@ -56,7 +56,7 @@ class DiskSource(WeightSource):
 
     def __init__(
         self,
-        files: StripedFile,
+        files: DirectFile,
         layers: Sequence[PackedLayer],
         sums: Sequence[Sequence[int]],
         ring_bytes: int,
@@ -73,7 +73,7 @@ class DiskSource(WeightSource):
         self._layer_of = {chunk.start: index for index, packed in enumerate(layers) for chunk in packed.chunks}
         self._read_times: deque[tuple[int, float, float]] = deque(maxlen=TIMED_READS)  # layer, begin, end; in s
         if any(chunk.size <= 0 for packed in layers for chunk in packed.chunks):
-            raise CheckpointError(f"{files.name(0)} lists an empty chunk: pack it again")
+            raise CheckpointError(f"{files.path} lists an empty chunk: pack it again")
         self._checked, self._seen = set[int](), files.identity
         self._kept: dict[int, PinnedArena] = {}  # layer -> its bytes in host memory, from a page's beginning on
         self._views: dict[int, Tensor] = {}  # start of a chunk in host memory -> its bytes
@@ -184,7 +184,7 @@ class DiskSource(WeightSource):
                 return
         if zlib.crc32(content) != self._sums[chunk.start]:
             layer = self._layer_of[chunk.start]
-            raise CheckpointError(f"{self._files.name(chunk.start)}: layer {layer} is damaged, or was changed")
+            raise CheckpointError(f"{self._files.path}: layer {layer} is damaged, or was changed")
         with self._changed:
             if before == now == self._seen:
                 self._checked.add(chunk.start)

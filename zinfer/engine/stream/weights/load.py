@@ -19,7 +19,7 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
 from zinfer.engine.decoder import offload_folder
-from zinfer.engine.direct import StripedFile, StripedWriter
+from zinfer.engine.direct import DirectFile, DirectWriter
 from zinfer.engine.late import Late, Publish
 from zinfer.engine.pinned import PAGE, PinnedArena, check_free
 from zinfer.engine.state import ModelState
@@ -33,7 +33,7 @@ from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource, WeightSource
 from zinfer.plan.bytes import Placement, Tiers
 from zinfer.plan.planner import Plan
-from zinfer.system.host import available_bytes, drives
+from zinfer.system.host import available_bytes
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
@@ -237,19 +237,15 @@ class Loader:
         """Return the layers in files: those of `zinfer pack`, or new ones."""
         if self._folder is not None:
             path, layers, sums = packed.places(self._folder, self._state)
-            paths = [path]
             self._load_others(resident)
         else:
-            nvme_path = self._plan.nvme_path
-            paths = []
-            for drive in [None] if nvme_path is None else drives(str(nvme_path)):  # None raises
-                folder = offload_folder(None if drive is None else str(drive))
-                owned.callback(folder.cleanup)
-                paths.append(folder.path / packed.DATA)
-            with StripedWriter(paths) as writer:
+            folder = offload_folder(self._plan.nvme_path)
+            owned.callback(folder.cleanup)
+            path = folder.path / packed.DATA
+            with DirectWriter(path) as writer:
                 layers, sums = disk.write(writer.write, self._packing.one_by_one(resident))
                 writer.flush()
-        files = StripedFile(paths)
+        files = DirectFile(path)
         owned.callback(files.close)
         return DiskSource(files, layers, sums, self._plan.placement.disk_ring_bytes, self._pin, owned)
 

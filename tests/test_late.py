@@ -256,7 +256,7 @@ def test_a_copy_of_the_model_is_loaded_from(checkpoint: Path) -> None:
     from zinfer.engine.state import ModelState
 
     state = ModelState(resolve.from_directory(checkpoint), "safetensors")
-    other = state.apart()
+    other = state.with_own_model()
     entry = next(entry for entry in state.entries.values() if entry.layer == 0)
     given = entry.put(torch.ones(entry.tensor.shape))
     loaded: dict[str, bool] = {name: tensor.isfinite().all().item() for name, tensor in other.load(CPU)}

@@ -145,7 +145,7 @@ class ModelState:
             entries[names[0]] = Entry(names, places, tensors[0], layers.pop() if len(layers) == 1 else None)
         return entries
 
-    def apart(self) -> "ModelState":
+    def with_own_model(self) -> "ModelState":
         """Return a state with a model of its own, to load from. Conversion puts tensors into the model for
         a moment, which must not be the one that computes."""
         state = copy(self)

@@ -70,7 +70,7 @@ class Loader:
         self._early = early and group is None and plan.case.offload == "cpu" and not experts
         self.late: Late[PackedLayer] | None = None  # layers that a thread loads, or has loaded
         self.loading = self._early  # until `finish`
-        state = state.apart() if self._early else state
+        state = state.with_own_model() if self._early else state
         self._state, self._pin, lossless = state, device.type == "cuda", plan.placement.codec == "lossless"
         plain = plan.placement.cpu_tokens > 0  # the CPU reads experts as released
         self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus, plain)

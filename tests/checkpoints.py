@@ -3,8 +3,11 @@
 Weights are drawn twenty times wider than a fresh model's, so that greedy tokens vary and depend on the prompt.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -54,6 +57,17 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk, padding_side="left"
     )
+
+
+def once(factory: pytest.TempPathFactory, save: Callable[[str, Path], object]) -> Callable[[str], Path]:
+    """Return a function that saves a checkpoint of a name once."""
+
+    @cache
+    def make(name: str) -> Path:
+        save(name, directory := factory.mktemp(name))
+        return directory
+
+    return make
 
 
 def save_config(directory: Path, architecture: str, **settings: object) -> Path:

@@ -122,6 +122,13 @@ def _engines_are_closed() -> Iterator[None]:
         engine.close()
 
 
+@pytest.fixture
+def all_coded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder, and code small weights too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.engine.stream.weights.codec.MIN_NUMEL", 0)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that makes a checkpoint of `ARCHITECTURES` once. Tests must not change the folder."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests import Patch
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import VOCAB_SIZE, once
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
@@ -78,8 +78,7 @@ Kinds = Callable[[str], Path]
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     """Make the checkpoint of one of `KINDS`, once."""
 
-    @cache
-    def make(name: str) -> Path:
+    def save(name: str, folder: Path) -> None:
         torch.manual_seed(1)
         config = AutoConfig.for_model(name, **(_SHAPE | KINDS[name]), initializer_range=0.3)
         if len(DynamicCache(config=config).layers) < config.num_hidden_layers:
@@ -87,11 +86,9 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
                 "this transformers has no cache layer where keys are shared: rows of one length alone are served"
             )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        directory = tmp_path_factory.mktemp(name)
-        model.save_pretrained(directory)
-        return directory
+        model.save_pretrained(folder)
 
-    return make
+    return once(tmp_path_factory, save)
 
 
 @cache

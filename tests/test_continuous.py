@@ -223,8 +223,10 @@ def test_a_shortage_of_memory_costs_no_sequence(verb: str, checkpoint: Checkpoin
     check(engine, finished, limits)
 
 
-def fall_short(running: ContinuousScheduler, patch: Patch) -> list[int]:
-    """Let two passes of running rows run out of memory; return their sizes."""
+def run_short(
+    running: ContinuousScheduler, rows: list[sequence.Sequence], monkeypatch: Patch
+) -> list[sequence.Sequence]:
+    """Run and end rows; two passes of running ones run out of memory."""
     short: list[int] = []
     left, add, compute = 0, WindowIndex.add, running._compute
 
@@ -242,9 +244,13 @@ def fall_short(running: ContinuousScheduler, patch: Patch) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return add(self, start, count)
 
-    patch.setattr(running, "_compute", computed)
-    patch.setattr(WindowIndex, "add", added)
-    return short
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "_compute", computed)
+        patch.setattr(WindowIndex, "add", added)
+        finished = run(running, [rows[:6], rows[6:]])
+    assert running.schedule.tally.retries == len(short) == 2
+    running.end()
+    return finished
 
 
 @pytest.mark.parametrize("way", [way for way, (name, *_) in (WAYS | MORE).items() if name == "stream"])
@@ -255,11 +261,7 @@ def test_a_pass_without_memory_costs_no_sequence(
     running = begin(engine)
     rows = alike(10, 9, 12)
     limits = [row.left for row in rows]
-    with monkeypatch.context() as patch:
-        short = fall_short(running, patch)
-        finished = run(running, [rows[:6], rows[6:]])
-    assert running.schedule.tally.retries == len(short) == 2
-    running.end()
+    finished = run_short(running, rows, monkeypatch)
     if way != "int8 by the cpu":
         check(engine, finished, limits)
     assert [len(row.output_ids) for row in finished] == limits

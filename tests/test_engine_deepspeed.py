@@ -2,11 +2,11 @@
 leaves behind."""
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,10 +28,8 @@ from zinfer.plan.planner import make_plan
 
 
 @pytest.fixture
-def bloom(checkpoint: Checkpoints) -> Iterator[Any]:
-    loaded = load("deepspeed", checkpoint("bloom"), "cpu")
-    yield loaded
-    loaded.close()
+def bloom(checkpoint: Checkpoints) -> Any:
+    return load("deepspeed", checkpoint("bloom"), "cpu")
 
 
 def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: Patch) -> None:
@@ -70,17 +68,9 @@ def test_weights_in_host_memory_are_one_arena_without_rounding(bloom: Any) -> No
 
 def test_a_load_reads_the_weights_once(checkpoint: Checkpoints) -> None:
     """Weights are read once, embeddings too, though BLOOM is probed before."""
-    begun: list[bool] = []
-    generate = ModelState.load
-
-    def counted(*args: Any, **named: Any) -> Any:
-        begun.append(True)
-        return generate(*args, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelState, "load", counted)
+    with patch.object(ModelState, "load", autospec=True, side_effect=ModelState.load) as counted:
         load("deepspeed", checkpoint("bloom"), "cpu").close()
-    assert begun == [True]
+    counted.assert_called_once()
 
 
 def _quantised(directory: Path, weights: Weights, offload: Offload, path: Path) -> Any:
@@ -244,8 +234,8 @@ def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
         raise OSError("half-way")
 
     before = dict(os.environ)
-    with monkeypatch.context() as patch:
-        patch.setattr(where, fail)
+    with monkeypatch.context() as context:
+        context.setattr(where, fail)
         with pytest.raises(OSError, match="half-way"):
             load("deepspeed", checkpoint("llama"), "cpu")
     assert not dist.is_initialized()

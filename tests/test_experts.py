@@ -4,7 +4,7 @@ queues that record who waited for whom."""
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import test_cache_kinds, test_quantized, test_ragged
-from tests.checkpoints import save_config
+from tests.checkpoints import once, save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
 from tests.test_passes import close
@@ -58,12 +58,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     """Make the checkpoint of one of `MIXTURES`, once."""
-
-    @cache
-    def make(name: str) -> Path:
-        return save_config(tmp_path_factory.mktemp(name), name, **MIXTURES[name])
-
-    return make
+    return once(tmp_path_factory, lambda name, folder: save_config(folder, name, **MIXTURES[name]))
 
 
 def load(

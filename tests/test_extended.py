@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import save_config
+from tests.checkpoints import once, save_config
 from tests.grid import covering
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.checkpoint import resolve
@@ -35,14 +34,13 @@ Saved = Callable[[str], Path]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return a function that makes a checkpoint of one of `KINDS`, once."""
 
-    @cache
-    def make(kind: str) -> Path:
+    def save(kind: str, folder: Path) -> None:
         architecture, rope, positions, others = KINDS[kind]
         settings = {"num_hidden_layers": 2, "max_position_embeddings": positions, **others}
         settings["rope_parameters"] = {"rope_theta": 1e4, **rope}
-        return save_config(tmp_path_factory.mktemp(kind), architecture, **settings)
+        save_config(folder, architecture, **settings)
 
-    return make
+    return once(tmp_path_factory, save)
 
 
 def alone(directory: Path, prompt: list[int], count: int) -> list[int]:

@@ -35,7 +35,7 @@ from tests import (
 from tests import test_cache_kinds as kinds
 from tests.checkpoints import save_checkpoint, save_config
 from tests.running import decode, error, prefill
-from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, load, prompts, reference
+from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, greedy, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
 from zinfer.core.case import Offload
@@ -63,15 +63,6 @@ ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mi
 TURNS = 4  # copies that come too late show at some time
 
 
-def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
-    """Return the greedy tokens of one batch, ``[B, OUTPUT_LEN]``, on the CPU."""
-    token_ids, mask = prompts(lengths)
-    chosen = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)]
-    while len(chosen) < OUTPUT_LEN:
-        chosen.append(decode(engine, chosen[-1]).argmax(-1))
-    return torch.stack(chosen, dim=1).cpu()
-
-
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     """Return the logits of one batch under teacher forcing, on the CPU."""
     token_ids, mask = prompts(lengths)
@@ -82,7 +73,7 @@ def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tens
 
 def check(engine: Engine, directory: Path) -> None:
     for _ in range(TURNS):
-        check_tokens(engine, directory, tokens)
+        check_tokens(engine, directory)
     engine.close()
 
 
@@ -119,7 +110,7 @@ def test_every_kind_of_layer_gives_the_same_tokens(name: str, way: str, kind: ki
             pytest.skip("the cache that this transformers makes for it is not ours")
     engine = load("stream", kind(name), "none" if way == "none" else "cpu", tmp_path, tokens=at_once, **options)
     for _ in range(TURNS):
-        assert torch.equal(tokens(engine, kinds.LENGTHS), kinds.expected(kind(name)))
+        assert torch.equal(greedy(engine, kinds.LENGTHS), kinds.expected(kind(name)))
     engine.close()
 
 
@@ -191,13 +182,13 @@ def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(checkpoint: Che
     directory = checkpoint("llama")
     engine = load("stream", directory, "cpu", kv_offload="cpu", kv_attention="gpu")
     lengths, expected = BATCHES[0], reference(directory)[0]
-    assert torch.equal(tokens(engine, lengths), expected)
+    assert torch.equal(greedy(engine, lengths), expected)
     many = torch.ones((64, 9), dtype=torch.int64)
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr("zinfer.engine.stream.kv.link.LinkStore.append", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             prefill(engine, many, many, reserve=OUTPUT_LEN)
-    assert torch.equal(tokens(engine, lengths), expected)
+    assert torch.equal(greedy(engine, lengths), expected)
     engine.close()
 
 
@@ -325,7 +316,7 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     """Norms, products, positions, routers, new keys, and attention with sinks."""
     engine: Any = load("stream", kind("gpt_oss"), "none", dtype="float32", cuda_graphs="auto")
     lengths = kinds.LENGTHS[:1]  # for more pairs of a token and one of two experts transformers' code waits for the GPU
-    assert torch.equal(tokens(engine, lengths), kinds.expected(kind("gpt_oss"), lengths))
+    assert torch.equal(greedy(engine, lengths), kinds.expected(kind("gpt_oss"), lengths))
     settings = engine.effective().settings
     assert (settings["cuda_graphs"], settings["graph_kernels"]) == ("on", "on")
     assert all(map(len, engine._graphs._replaced))
@@ -337,7 +328,7 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
 def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpoints) -> None:
     engine = load("stream", checkpoint(architecture), "none", cuda_graphs="auto")
     for _ in range(TURNS):
-        check_tokens(engine, checkpoint(architecture), tokens)
+        check_tokens(engine, checkpoint(architecture))
     state = str(engine.effective().settings["cuda_graphs"])
     # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for;
     # Falcon waits for its mask.
@@ -404,14 +395,14 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(checkpoint: Checkpoints, 
     """The device, its memory and its random numbers are as before; so are tokens."""
     engine: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
     engine.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    check_tokens(engine, checkpoint("llama"), tokens)
+    check_tokens(engine, checkpoint("llama"))
     assert str(engine.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
     torch.cuda.empty_cache()
     assert bool(torch.rand(9, device="cuda").isfinite().all())
     monkeypatch.setattr(graphs.CudaRecorder, "_rehearse", lambda _self, run: run())  # recorded all the same: it fails
     other: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
     other.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    check_tokens(other, checkpoint("llama"), tokens)
+    check_tokens(other, checkpoint("llama"))
     assert str(other.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
     torch.cuda.empty_cache()
     for running in (engine, other):
@@ -497,7 +488,7 @@ def test_layers_that_stay_packed_give_the_same_logits(name: str, share: str, tmp
         settings = {"cuda_graphs": "auto", "dtype": "bfloat16", "experts": "all"}
         engine = test_low_bit.start(directory, tmp_path, share, kernel=option == "auto", **settings)
         for lengths in ((9, 5, 7), (6,), (9, 5, 7)):
-            given.setdefault(len(lengths), tokens(engine, lengths))
+            given.setdefault(len(lengths), greedy(engine, lengths))
             outputs.append(torch.stack(follow(engine, given[len(lengths)], lengths)))
         assert test_low_bit.status_of(engine) == {"off": "no packed weights", "auto": "on"}[option]
         if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
@@ -513,7 +504,7 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_pa
     outputs = []
     for weight_codec in ("none", "lossless"):
         engine = load("stream", directory, "cpu", dtype="bfloat16", weight_codec=weight_codec)
-        outputs.append(tokens(engine, (5, 9, 3)))
+        outputs.append(greedy(engine, (5, 9, 3)))
         engine.close()
     assert torch.equal(*outputs)
 
@@ -523,7 +514,7 @@ def take_turns(engine: Any, given: list[Tensor]) -> None:
     test_experts.poisoned(engine)
     for _ in range(TURNS):
         for lengths, expected in zip(BATCHES, given, strict=True):
-            assert torch.equal(tokens(engine, lengths), expected)
+            assert torch.equal(greedy(engine, lengths), expected)
     test_ragged.check(engine, None)
 
 
@@ -549,7 +540,7 @@ def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state
     runs = list[list[Tensor]]()
     for experts in ("on-demand", "cpu"):
         engine = test_experts.load(directory, experts, share, **options)
-        runs += [[tokens(engine, lengths) for lengths in BATCHES] for _ in range(TURNS)]
+        runs += [[greedy(engine, lengths) for lengths in BATCHES] for _ in range(TURNS)]
         settings = engine.effective().settings
         engine.close()
     assert (settings["cpu_experts"], settings["cuda_graphs"]) == ("on", state)
@@ -563,12 +554,12 @@ def test_experts_on_the_cpu_serve_rows_of_two_streams(name: str, tmp_path: Path)
     """The CPU attends to host rows in a stream of their own; device rows ask for experts meanwhile."""
     directory, options = test_cpu_experts.quantised(name, tmp_path / "m")
     expected = test_experts.load(directory, **options)
-    wanted = [tokens(expected, lengths) for lengths in BATCHES]
+    wanted = [greedy(expected, lengths) for lengths in BATCHES]
     expected.close()
     options |= {"kv_offload": "auto", "kv_attention": "cpu", "cuda_graphs": "off"}
     engine = load("stream", directory, "cpu", device_rows=1, dtype="float32", experts="cpu", **options)
     for _ in range(TURNS):
-        assert all(map(torch.equal, [tokens(engine, lengths) for lengths in BATCHES], wanted))
+        assert all(map(torch.equal, [greedy(engine, lengths) for lengths in BATCHES], wanted))
     assert engine.effective().settings["cpu_experts"] == "on"
     engine.close()
 
@@ -577,7 +568,7 @@ def test_experts_on_the_cpu_serve_rows_of_two_streams(name: str, tmp_path: Path)
 def test_every_call_of_experts_on_the_cpu_gives_what_the_model_computes(
     name: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    test_cpu_experts.check_calls(name, tmp_path / "m", monkeypatch, lambda engine: tokens(engine, BATCHES[0]))
+    test_cpu_experts.check_calls(name, tmp_path / "m", monkeypatch, lambda engine: greedy(engine, BATCHES[0]))
 
 
 @pytest.mark.usefixtures("always")
@@ -587,7 +578,7 @@ def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Ki
     lengths, runs = ((9, 5, 7), (6,)), list[list[Tensor]]()
     for option in ("off", "auto"):
         engine: Any = load("stream", mixture(name), "none", dtype="float32", cuda_graphs="auto", experts_kernel=option)
-        runs += [[tokens(engine, batch) for batch in lengths] for _ in range(TURNS)]
+        runs += [[greedy(engine, batch) for batch in lengths] for _ in range(TURNS)]
         settings = engine.effective().settings
         assert settings["experts_kernel"] == {"off": "off", "auto": "on"}[option]
         if option == "auto":

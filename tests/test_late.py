@@ -24,20 +24,15 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.request import Request, Sampling
 from zinfer.engine import read
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.weights import codec, load, packed
+from zinfer.engine.stream.weights import load, packed
 from zinfer.job.serve import dispatcher
 from zinfer.worker.process import LoadFailed
 from zinfer.worker.tasks import BatchStart, BatchStep
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("all_coded")
 LAYERS = 6
 LAST = "model.layers.5.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
 
 
 @pytest.fixture(scope="module")

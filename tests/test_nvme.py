@@ -40,7 +40,7 @@ from zinfer.engine.direct import PAGE, DirectFile, DirectWriter
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import chunk as chunk_module
-from zinfer.engine.stream.weights import codec, disk, packed
+from zinfer.engine.stream.weights import disk, packed
 from zinfer.engine.stream.weights.disk import DiskSource
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.planner import Plan, make_plan
@@ -51,12 +51,7 @@ from zinfer.system.machines import load as load_machine
 from zinfer.worker.failure import failure_of
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+pytestmark = pytest.mark.usefixtures("all_coded")
 
 
 @pytest.fixture

@@ -27,12 +27,7 @@ from zinfer.engine.stream.weights import codec, pack, packed
 
 Checkpoints = Callable[..., Path]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+pytestmark = pytest.mark.usefixtures("all_coded")
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """Models that number or choose positions by themselves: nobody asks them for more than they can do."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import Patch
+from tests.checkpoints import once
 from tests.test_continuous import LOAD, Words, alike, begin, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
@@ -24,14 +24,7 @@ Kinds = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     """Make a small checkpoint of a type, once."""
-
-    @cache
-    def make(name: str) -> Path:
-        directory = tmp_path_factory.mktemp(name)
-        save(small_model(Subject(name), 2.0), directory)
-        return directory
-
-    return make
+    return once(tmp_path_factory, lambda name, folder: save(small_model(Subject(name), 2.0), folder))
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate", "deepspeed"])

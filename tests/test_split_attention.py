@@ -6,6 +6,7 @@ The kernels run in a process of their own (`tests.interpreter`).
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,16 +206,10 @@ def main(path: Path) -> None:
     kernel._combine, results["combined"] = combine, [shape in splits for shape in SUNK]
 
     split_attention.MIN_POSITIONS, graphs.TUNED = 1, replace(graphs.TUNED, bucket=4)
-    attend, ran = kernel.attend, 0
-
-    def counted(*args: Any) -> Tensor:
-        nonlocal ran
-        ran += 1
-        return attend(*args)
-
-    kernel.attend = counted  # type: ignore[assignment]
+    kernel.attend = counted = Mock(wraps=kernel.attend)
     for name, settings in MODELS.items():
-        ran, recorder = 0, test_graphs.Rerun()
+        counted.reset_mock()
+        recorder = test_graphs.Rerun()
         graphs.recorder_of = lambda _device, recorder=recorder: recorder  # type: ignore[misc]
         directory = save_config(path.parent / name, name, **settings)
         logits = []
@@ -226,5 +221,5 @@ def main(path: Path) -> None:
             if way == "auto":
                 replaced = [type(kernels).__name__ for kernels in engine._graphs._replaced if len(kernels)]
             engine.close()
-        results[name] = ran, recorder.recorded, replaced, *logits
+        results[name] = counted.call_count, recorder.recorded, replaced, *logits
     torch.save(results, path)

@@ -10,7 +10,7 @@ import torch
 
 from tests import Checkpoints, Patch, passes
 from tests.running import prefill
-from tests.test_continuous import alike, begin, crowded, fall_short, finish, keeping, run, sequences, small
+from tests.test_continuous import alike, begin, crowded, finish, keeping, run, run_short, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
 from tests.test_kept import go_on
@@ -34,10 +34,8 @@ def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture
-def single(checkpoint: Checkpoints) -> Iterator[Engine]:
-    loaded = load("stream", checkpoint("llama"), "cpu")
-    yield loaded
-    loaded.close()
+def single(checkpoint: Checkpoints) -> Engine:
+    return load("stream", checkpoint("llama"), "cpu")
 
 
 def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None:
@@ -149,12 +147,7 @@ def test_a_pass_without_memory_on_one_rank(team: Engine, single: Engine, monkeyp
     running = begin(team)
     rows = alike(12, 9, 12)
     limits = [row.left for row in rows]
-    with monkeypatch.context() as patch:
-        short = fall_short(running, patch)
-        done = run(running, [rows[:6], rows[6:]])
-    assert running.schedule.tally.retries == len(short) == 2
-    running.end()
-    check_alone(single, done, limits)
+    check_alone(single, run_short(running, rows, monkeypatch), limits)
 
 
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:

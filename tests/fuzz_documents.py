@@ -16,16 +16,15 @@ from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
+from tests.command import probed
 from tests.damage_documents import NASTY, damaged, toml, torn
 from tests.results import accuracy_run, codec_run, kept_point, point, request_point, reuse_run, sweep, traced
 from zinfer.cli import main
-from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.jsonl import finite, seal
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header, encode
-from zinfer.system.host import slug
 from zinfer.system.printable import printable
 
 SECONDS = 3.0  # of CPU time, for a verb that does little else; the search of a plan takes about one
@@ -132,10 +131,7 @@ def run(words: list[str], stdin: bytes = b"", encoding: str = "utf-8") -> tuple[
 
 def prepare(folder: Path) -> None:
     """Make `folder` that of a user whose machine was probed."""
-    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
-    path = folder / "sweeps" / "results" / slug() / "machine.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(machine.model_dump_json())
+    probed(folder)
     (folder / "engines").mkdir(exist_ok=True)
 
 

@@ -203,14 +203,32 @@ def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp
     assert all("TTFT p99" not in row for row in rows), "a column without a value"
 
 
-def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Report) -> None:
-    title = "Memory and bottleneck"
+def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    title = "Memory, bottleneck and other machines"
     (memory,) = report.rows(title, "GPU measured")
     assert memory["GPU measured"] == "20.0 GiB"
     assert memory["GPU predicted"].endswith("GiB")
     (speed,) = report.rows(title, "bound by", "step predicted")
     assert speed["bound by"] == "hbm", "its weights do not cross the link"
-    assert mentions(report.text, "zinfer plan --model bloom-176b --machine all --calibrate")
+    rows = {row["machine"]: row for row in report.rows(title, "error band")}
+    assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} == rows.keys()
+    assert rows["h100"]["configuration"] == "does not fit"
+    words = ("--model", "bloom-176b", "--machine", ",".join(rows.keys() - {"h100"}), "--calibrate")
+    planned: dict[str, float] = {}
+    for plan in json.loads(invoke("plan", *words, "--json").stdout):
+        name = plan["machine"]["name"]
+        planned[name] = max(planned.get(name, 0.0), plan["output_tok_s"] or 0.0)
+        recorded = rows[name]["error band"] != "no record"
+        assert recorded is (plan["error"] is not None) or plan["output_tok_s"] != planned[name]
+    assert {name: rows[name]["tok/s"] for name in planned} == {name: rated(rate) for name, rate in planned.items()}
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = invoke("plan", *words).stdout
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    asked = {row[0]: [cell for cell in row if "GiB" in cell] for row in cells if row[0] in planned}
+    assert asked == {name: [rows[name]["host memory"]] for name in planned}
+    assert '<tr class="predicted">' in report.page
 
 
 def test_each_failure_is_in_a_table(report: Report) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
 T = TypeVar("T")
-Kind = Literal["", "best", "failed"]
+Kind = Literal["", "best", "failed", "predicted"]
 
 
 class Heading(str):

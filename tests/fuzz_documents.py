@@ -49,8 +49,9 @@ OPTIONS = {
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
              "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure", "--sla",
-             "--price", "--host-memory", "--prompts", "--deadline"],
-    "best": ["--sla", "--gpu-hour-usd", "--model", "--machine", "--objective"],
+             "--price", "--host-memory", "--prompts"],
+    "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--utilisation", "--spare",
+             "--model", "--machine", "--objective"],
     "compare": ["--metric", "--fail-on-regression", "--across"],
     "run": ["--batch-size", "--output-len", "--temperature", "--top-p", "--seed", "--kv-cache-size", "--prompt-file",
             "--timeout", "-O", "--layers", "-m"],
@@ -184,7 +185,7 @@ def _records(dice: Random) -> list[str]:
     content = b"".join(line + b"\n" for line in lines)
     Path("mine.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.2 else content)
     Path("other.jsonl").write_bytes(b"".join(encode(point) + b"\n" for point in points))
-    prices = ["--gpu-hour-usd", "2", "--sla", "ttft:p99:<=:9s"]
+    prices = ["--gpu-hour-usd", "2", "--demand", "2Mtok/day", "--sla", "ttft:p99:<=:9s"]
     return dice.choice(
         (
             ["best", "mine.jsonl"], ["best", "mine.jsonl", "--json", "--objective", "latency"],

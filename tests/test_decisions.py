@@ -1,4 +1,4 @@
-"""Money, energy, service levels: the arithmetic, the unknown, and the wording."""
+"""Money, energy, service levels and sizing: the arithmetic, the unknown, and the wording."""
 
 import json
 import re
@@ -20,7 +20,9 @@ from zinfer.analysis.economics import (
     EconomicsError,
     cost,
     energy,
+    fleet,
     parse_count,
+    parse_demand,
     parse_seconds,
 )
 from zinfer.analysis.sla import SlaError, check, parse, statistic
@@ -57,6 +59,29 @@ def test_energy_comes_from_the_counter_else_from_power_readings() -> None:
     assert cost(point(case(1), status="oom_gpu"), 1) == Cost()
 
 
+@pytest.mark.parametrize(
+    ("text", "deadline", "expected"),
+    [
+        ("2Mtok/day", None, (2e6, 86400)),
+        ("2Mtok/day", "8h", (2e6, 28800)),
+        ("500 k/h", None, (5e5, 3600)),
+        ("5Mtok", "90min", (5e6, 5400)),
+        ("1e6tokens/d", None, (1e6, 86400)),
+    ],
+)
+def test_demands(text: str, deadline: str | None, expected: tuple[float, float]) -> None:
+    assert parse_demand(text, deadline) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "deadline"),
+    [("0tok/day", None), ("lots", None), ("-1tok/day", None), ("5Mtok", None), ("1Mtok/h", "2h"), ("1Mtok", "0h")],
+)
+def test_bad_demands_say_how_to_write_one(text: str, deadline: str | None) -> None:
+    with pytest.raises(EconomicsError, match=r"write|add --deadline|is longer"):
+        parse_demand(text, deadline)
+
+
 @pytest.mark.parametrize(("text", "number"), [("100k", 100_000), ("2.5 M", 2_500_000), ("7", 7)])
 def test_numbers_of_prompts(text: str, number: int) -> None:
     assert parse_count(text) == number
@@ -70,11 +95,34 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
 
+def test_a_fleet_covers_its_demand() -> None:
+    measured = timed()
+    sized = fleet(measured, 2e6, 28800, utilisation=0.8, spare=2)
+    assert sized.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
+    assert sized.gpus == 10
+    assert fleet(measured, 1e-6, 86400).working == 1
+    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+    with pytest.raises(EconomicsError, match="a measured throughput"):
+        fleet(point(case(1), status="crashed"), 1, 1)
+
+
 def test_a_configuration_of_two_gpus_pays_for_both() -> None:
     record, prices = timed(), 4
     two = record.model_copy(update={"case": record.case.model_copy(update={"options": (("gpus", 2),)})})
     alone, both = cost(record, prices), cost(two, prices)
     assert both.usd_per_mtok == pytest.approx(2 * alone.usd_per_mtok)  # type: ignore[operator]
+    sized = fleet(two, 2e6, 28800, utilisation=0.8, spare=2)
+    assert (sized.working, sized.gpus) == (16, 18)
+    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+
+
+@given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(60, 1e6), st.floats(0.05, 1.0))
+def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds: float, share: float) -> None:
+    measured = timed()
+    small, large = (fleet(measured, amount, seconds, share) for amount in sorted((tokens, more)))
+    assert small.gpus <= large.gpus
+    capacity = large.working * large.gpu_tok_s * share * seconds
+    assert capacity >= large.tokens * (1 - 1e-6)
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
@@ -212,22 +260,27 @@ best = partial(invoke, "best")
 
 
 def test_the_command_line_decides(results: Path) -> None:
-    done = best(results, "--sla", "ttft:p99:<=:10s", "--objective", "cost", "--gpu-hour-usd", 2.5)
+    done = best(
+        results, "--sla", "ttft:p99:<=:10s", "--objective", "cost", "--gpu-hour-usd", 2.5, "--demand", "2Mtok/day",
+        "--deadline", "8h",
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert mentions(done.stdout, "cost", "2 of 3", "stream cpu", "batch 32")
     assert mentions(done.stdout, "ttft p99 <= 10 s", "6 s", "2 samples")
     assert any(re.search(r"\d USD a million", line) for line in lines)
     assert any(re.search(r"\d J an output token", line) and "NVML" in line for line in lines)
+    assert mentions(done.stdout, "8 h 00 min", "6 GPUs", "1 spare")
     assert any("zinfer sweep" in line and "--batch-size 32" in line for line in lines)
 
 
 def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
     (plain,) = json.loads(best(results, "--json").stdout)
     assert "decision" not in plain
-    (row,) = json.loads(best(results, "--json", "--objective", "latency").stdout)
+    (row,) = json.loads(best(results, "--json", "--objective", "latency", "--demand", "1Mtok/day").stdout)
     answer = row["decision"]
     assert answer["point"]["batch_size"] == 4
+    assert answer["fleet"]["gpus"] == answer["fleet"]["working"] + 1
     assert answer["point"]["command"].startswith("zinfer sweep")
     assert answer["point"]["usd_per_mtok"] is None
 
@@ -247,14 +300,22 @@ def test_only_the_chosen_command_is_printed(results: Path) -> None:
     assert "reproduce:" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
 
 
+def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:
+    done = best(results, "--demand", "2Mtok/day", "--deadline", "5s")
+    assert mentions(done.stdout, "19.5 s", "--deadline")
+    (row,) = json.loads(best(results, "--demand", "2Mtok/day", "--deadline", "5s", "--json").stdout)
+    assert row["decision"]["fleet"] is None
+
+
 def test_money_of_a_slice_is_said_to_be(results: Path) -> None:
     assert mentions(best(results, "--gpu-hour-usd", 2).stdout, "14 layers"), "not of 70"
 
 
 @pytest.mark.parametrize(
     "words",
-    [("--sla", "x"), ("--objective", "cost"), ("--gpu-hour-usd", "-1"), ("--gpu-hour-usd", "nan")],
-)
+    [("--deadline", "8h"), ("--demand", "lots"), ("--sla", "x"), ("--objective", "cost"), ("--gpu-hour-usd", "-1"),
+     ("--utilisation", "0"), ("--spare", "-1"), ("--gpu-hour-usd", "nan")],
+)  # fmt: skip
 def test_mistakes_are_one_message(results: Path, words: tuple[str, str]) -> None:
     done = best(results, *words)
     assert done.exit_code != 0

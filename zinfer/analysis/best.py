@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from zinfer.analysis import requests, sla
-from zinfer.analysis.economics import Cost, EconomicsError, Point, cost
+from zinfer.analysis.economics import Cost, EconomicsError, Fleet, Point, cost
 from zinfer.analysis.rates import exact, lossy
 from zinfer.analysis.sla import Sla, SlaCheck
 from zinfer.core.value import Frozen
@@ -25,6 +25,8 @@ class Decision(Frozen):
     usable: int = 0
     lossy: Point | None = None  # best of the points with lossy settings
     gpu_hour_usd: float | None = None
+    fleet: Fleet | None = None  # for a demand, if one was asked for
+    too_slow: float | None = None  # seconds of one batch, or of a mean request, if that alone exceeds the deadline
 
 
 def decide(

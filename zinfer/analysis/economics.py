@@ -1,4 +1,4 @@
-"""Economics: cost and energy of a token, prices, durations.
+"""Economics: cost and energy of a token, and GPUs for a demand.
 
 The more tokens a machine makes in an hour that is paid for, the cheaper each is: USD a million tokens = USD an hour /
 (3600 · tok/s) · 1e6. Energy is what NVML counted on the GPU while the point was timed, over the tokens generated
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import date
 from functools import cache
 from importlib.resources import files
+from math import ceil
 
 from pydantic import Field
 
@@ -23,14 +24,14 @@ from zinfer.record.requests import RequestPoint
 COUNTER = "NVML's energy counter of the GPU"
 READINGS = "mean of NVML's power readings of the GPU, times the time"
 DAY_S = 86400
-LARGEST = 1e18  # of prompts, tokens a second, and seconds
+LARGEST = 1e18  # most tokens of a demand, and most seconds
 Point = Measurement | RequestPoint
-_PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
+_PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
 
 class EconomicsError(ZinferError):
-    """Price, number or duration that is invalid or unknown."""
+    """Price, demand or duration that is invalid or unknown."""
 
 
 class ListPrice(Frozen):
@@ -60,6 +61,26 @@ class Cost(Frozen):
     usd_per_mtok: float | None = None
     j_per_token: float | None = None
     method: str = ""
+
+
+class Fleet(Frozen):
+    """GPUs for a demand, each running one point's configuration."""
+
+    tokens: float  # output tokens to generate within `seconds`
+    seconds: float
+    gpu_tok_s: float  # throughput of one GPU at full load
+    utilisation: float  # share of a GPU's capacity that is planned with
+    working: int
+    spare: int
+
+    @property
+    def gpus(self) -> int:
+        return self.working + self.spare
+
+    @property
+    def load(self) -> float:
+        """Share of the working GPUs' full capacity that the demand takes."""
+        return self.tokens / (self.working * self.gpu_tok_s * self.seconds) if self.working else 0.0
 
 
 def energy(point: Point) -> tuple[float, str] | None:
@@ -98,3 +119,35 @@ def parse_count(text: str) -> int:
     if not 1 <= number <= LARGEST:
         raise EconomicsError(f"{text[:80]!r} is not a number of prompts: write 2500, 100k or 2M")
     return round(number)
+
+
+def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
+    """Return the tokens of a demand, and the seconds for them. Raises EconomicsError.
+
+    ``2Mtok/day`` is spread over a day, or due within `deadline` of each; ``5Mtok`` needs a `deadline`.
+    """
+    match = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
+    )
+    tokens = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
+    if match is None or not 0 < tokens <= LARGEST:
+        raise EconomicsError(f"{text[:80]!r} is not a demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
+    period = _SECONDS[match[3]] if match[3] else None
+    if deadline is None and period is None:
+        raise EconomicsError(f"{text!r} has no period: write it as 2Mtok/day, or add --deadline 8h")
+    seconds = parse_seconds(deadline) if deadline is not None else float(period or 0)
+    if period is not None and seconds > period:
+        raise EconomicsError(f"--deadline {deadline} is longer than the time in which the next {text} comes")
+    return tokens, seconds
+
+
+def fleet(point: Point, tokens: float, seconds: float, utilisation: float = 0.8, spare: int = 1) -> Fleet:
+    """Return the GPUs for `tokens` in `seconds`, and `spare` more. Raises EconomicsError without a throughput."""
+    rate, gpus = point.output_tok_s, point.gpus
+    if not rate:
+        raise EconomicsError("a fleet needs a measured throughput")
+    working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU
+    return Fleet(
+        tokens=tokens, seconds=seconds, gpu_tok_s=rate / gpus, utilisation=utilisation, working=working * gpus,
+        spare=spare,
+    )  # fmt: skip

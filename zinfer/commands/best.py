@@ -16,7 +16,7 @@ from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
 from zinfer.commands.decision import point_row
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option, price, repeatable
+from zinfer.commands.options import SHARE, option, price, repeatable
 from zinfer.commands.out import Table, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
 from zinfer.commands.verb import Verb
@@ -37,6 +37,10 @@ REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 @repeatable("--sla levels", "Level to keep, such as ttft:p99:<=:2s.", "LEVEL")
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
 @price
+@option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS")
+@option("--deadline", str, "Time in which the demand is due: 8h, 30min, 2s.", metavar="TIME")
+@option("--utilisation", SHARE, "Share of a GPU's throughput to plan with.", default=0.8)
+@option("--spare", click.IntRange(min=0), "Number of spare GPUs.", default=1)
 @option("--json as_json", bool, "Print JSON.")
 def command(results: Path | None, machine: str | None, model: str | None, as_json: bool, **asked: Any) -> None:
     """Name the fastest configuration, what offload gains, and where memory ends: of this machine's results, or of
@@ -51,7 +55,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
 
     \b
     zinfer best --machine all
-    zinfer best --sla 'ttft:p99:<=:30s' --objective cost --gpu-hour-usd 2.50
+    zinfer best --sla 'ttft:p99:<=:30s' --objective cost --gpu-hour-usd 2.50 --demand 2Mtok/day --deadline 8h
     """
     chosen = choose(results, machine)
     records = usable(chosen.read(), chosen, requests_too=True)

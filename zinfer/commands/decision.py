@@ -1,16 +1,17 @@
-"""Decisions of `zinfer best`: service levels, objectives, cost."""
+"""Decisions of `zinfer best`: service levels, objectives, cost, machines."""
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import click
 
 from zinfer.analysis import reproduce
 from zinfer.analysis.best import Decision, Objective, decide
-from zinfer.analysis.economics import Point, cost
+from zinfer.analysis.economics import Point, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
-from zinfer.core.units import counted, figures
+from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
 
@@ -23,21 +24,42 @@ class DecisionCriteria(NamedTuple):
     slas: tuple[Sla, ...]
     objective: Objective
     gpu_hour_usd: float | None
+    demand: tuple[float, float] | None  # output tokens, and the seconds for them
+    utilisation: float
+    spare: int
+    due: bool  # a deadline was given
 
     def answer(
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
     ) -> Decision:
-        """Return the decision for `points`."""
-        return decide(points, self.slas, self.objective, self.gpu_hour_usd, rate)
+        """Return the decision for `points`, and the fleet for the demand."""
+        decision = decide(points, self.slas, self.objective, self.gpu_hour_usd, rate)
+        point = decision.point
+        if self.demand is None or point is None:
+            return decision
+        alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
+        if self.due and alone_s > self.demand[1]:
+            return decision.model_copy(update={"too_slow": alone_s})
+        return decision.model_copy(update={"fleet": fleet(point, *self.demand, self.utilisation, self.spare)})
 
 
 def question(
-    levels: tuple[str, ...], objective: Objective, gpu_hour_usd: float | None = None
+    levels: tuple[str, ...],
+    objective: Objective,
+    demand: str | None = None,
+    deadline: str | None = None,
+    utilisation: float = 0.8,
+    spare: int = 1,
+    gpu_hour_usd: float | None = None,
 ) -> DecisionCriteria | None:
-    """Return the criteria that the options state, or None. Raises SlaError."""
-    if not (levels or gpu_hour_usd is not None or objective != "throughput"):
+    """Return the criteria that the options state, or None. Raises UsageError or EconomicsError."""
+    if deadline is not None and demand is None:
+        raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
+    if not (levels or demand or gpu_hour_usd is not None or objective != "throughput"):
         return None
-    return DecisionCriteria(tuple(map(parse, levels)), objective, gpu_hour_usd)
+    needed = None if demand is None else parse_demand(demand, deadline)
+    slas = tuple(map(parse, levels))
+    return DecisionCriteria(slas, objective, gpu_hour_usd, needed, utilisation, spare, deadline is not None)
 
 
 def lines(decision: Decision, noun: str = "point") -> list[str]:
@@ -74,12 +96,20 @@ def show_commands(point: Point) -> None:
 
 
 def _costs(decision: Decision) -> list[str]:
-    cost, point = decision.cost, decision.point
+    cost, machines, point = decision.cost, decision.fleet, decision.point
     lines = []
     if cost is not None and cost.usd_per_mtok is not None:
         lines.append(f"{figures(cost.usd_per_mtok)} USD a million output tokens")
     if cost is not None and cost.j_per_token is not None:
         lines.append(f"{figures(cost.j_per_token)} J an output token ({cost.method})")
+    if decision.too_slow is not None:
+        unit = "one batch" if isinstance(point, Measurement) else "a request"
+        lines.append(f"{unit} takes {duration(decision.too_slow)}, longer than --deadline: no number of GPUs keeps it")
+    elif machines is not None:
+        lines.append(
+            f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "
+            f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare"
+        )
     if lines and point is not None and point.case.layers is not None:
         lines.append(f"all figures are for {counted(point.case.layers, 'layer')}, not for the model")
     return lines
@@ -93,6 +123,7 @@ def _named(point: Point) -> str:
 
 def row(decision: Decision) -> dict[str, Any]:
     """Return the answer as JSON: seconds, USD, J; null is unknown."""
+    machines = decision.fleet
     return {
         "objective": decision.objective,
         **{name: point_row(getattr(decision, name), decision.gpu_hour_usd) for name in ("point", "lossy", "nearest")},
@@ -102,6 +133,7 @@ def row(decision: Decision) -> dict[str, Any]:
         ],
         "keeping": decision.keeping,
         "usable": decision.usable,
+        "fleet": machines and machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
     }
 
 

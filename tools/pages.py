@@ -37,7 +37,7 @@ MACHINES = (
 )  # fmt: skip
 HEADLINES = (
     "nvidia-h200-x4/bloom-176b-whole-kv",
-    "nvidia-h200-16-cores-125-gib/gpt-oss-120b",
+    "nvidia-h200-16-cores-125-gib/gpt-oss-120b-llama-server",
     "nvidia-h100-80gb-hbm3/mixtral-whole",
     "nvidia-h100-80gb-hbm3/opt-30b",
     "nvidia-h100-80gb-hbm3/llama-70b-31k-default",
@@ -200,9 +200,9 @@ def workloads(name: str) -> tuple[Workload, ...]:
             point
         )
     starts = tuple(header.started_at for header in records.headers)
-    order = [*ENGINES]
+    order = dict(zip(ENGINES, range(len(ENGINES)), strict=True))  # servers of others are last
     return tuple(
-        Workload(tuple(sorted(some, key=lambda entry: order.index(entry.last.case.engine))), starts)
+        Workload(tuple(sorted(some, key=lambda entry: order.get(entry.last.case.engine, len(order)))), starts)
         for entries in entries_by_group.values()
         if (some := [Entry(tuple(points)) for points in entries.values()])
     )
@@ -332,7 +332,7 @@ def headlines() -> str:
         row = [workload.title, gpu, workload.lengths, best.label, f"{case.workload.batch_size}", f"{len(best.points)}"]
         row += [gb(best.gpu_bytes, 0), *(figures(best.rate(rate)) for rate in rates)]
         for peer in peers[:1]:
-            row += [f"{peer.label}, {peer.size}", gb(peer.gpu_bytes, 0)]
+            row += [f"{peer.label}, {peer.size}", gb(peer.gpu_bytes, 0) if peer.gpu_bytes else "-"]
             row += [workload.ratio(best, peer, rate) for rate in rates]
         rows.append(row + ["-"] * (len(HEADS) - len(row)))
     return markdown(HEADS, rows)

@@ -216,7 +216,7 @@ class FitPoint:
 
     def memory(self) -> float | None:
         """Return the ratio of measured to counted bytes of buffers and activations; all else is counted exactly."""
-        measured = self.point.gpu_peak_bytes
+        measured = self.point.gpu_bytes
         gpu = self.tiers(Efficiency()).gpu
         working = gpu.buffers + gpu.activations
         return (measured - gpu.weights - gpu.kv_cache) / working if measured and working else None
@@ -373,7 +373,7 @@ class _Fit:
 
 def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
     point = fit_point.point
-    measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_peak_bytes, "host_bytes": point.host_peak_bytes}
+    measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_bytes, "host_bytes": point.host_peak_bytes}
     if point.usable:
         step_s = point.step_median_ms and point.step_median_ms / 1e3
         measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3, "step_s": step_s}

@@ -166,7 +166,7 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
         "#prefill tok/s": lambda point: _figures(point.prefill_tok_s),
         "#decode tok/s": lambda point: _figures(point.decode_tok_s),
         "#link share": lambda point: f"{point.link_share:.0%}" if point.link_share else "",
-        "#GPU peak": lambda point: _gib(point.gpu_peak_bytes),
+        "#GPU peak": lambda point: _gib(point.gpu_bytes),
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
     }
     return table_of(columns, tops, drop=("GPU peak", "link share", "OOM at"))
@@ -224,7 +224,7 @@ def _request_table(rows: list[RequestRates]) -> Table:
         "#TPOT": lambda row: milliseconds(row.point.tpot_ms),
         "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
         "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
-        "#GPU peak": lambda row: _gib(row.point.gpu_peak_bytes),
+        "#GPU peak": lambda row: _gib(row.point.gpu_bytes),
     }
     return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
 

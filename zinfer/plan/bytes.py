@@ -329,10 +329,10 @@ def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
     return CHUNK_BYTES * chunk_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
 
 
-def whole_tokens(model: ModelSpec) -> int:
-    """Return the minimum tokens of a pass that touch nearly all experts."""
+def whole_tokens(model: ModelSpec, share: float = ALLOWANCES.whole_share) -> int:
+    """Return the minimum tokens of a pass that touch a share of the experts."""
     missed = 1 - model.touched_share(1)
-    return 1 if missed <= 0 else max(1, ceil(log(1 - ALLOWANCES.whole_share) / log(missed)))
+    return 1 if missed <= 0 else max(1, ceil(log(1 - share) / log(missed)))
 
 
 def block_tokens(model: ModelSpec) -> int:

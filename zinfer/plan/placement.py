@@ -16,7 +16,7 @@ from zinfer.core.engine import ENGINES, KEPT_BUFFERS, PREFILL_TOKENS, Offload, p
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
-from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
+from zinfer.plan.bytes import ALLOWANCES, EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
 from zinfer.plan.times import RATES, Efficiency, Timing, shipped
 
@@ -377,13 +377,23 @@ class Placer:
 
         def faster(tokens: int) -> bool:
             cpu, link = timing.cpu_experts_s(tokens), machine.h2d_bandwidth
-            each = RATES.expert_s if tokens < whole_tokens(model) else 0.0  # seconds to launch an expert's copy
-            touched = model.routed_bytes * model.touched_share(tokens)
+            whole = tokens >= self._whole_tokens
+            each = 0.0 if whole else RATES.expert_s  # seconds to launch an expert's copy
+            touched = model.routed_bytes * (1.0 if whole else model.touched_share(tokens))
             over_link = touched * self._base.wire_ratio / link + each * touched / model.expert_bytes if link else inf
             return 0 < cpu < over_link
 
         cpu_tokens = next((tokens for tokens in range(limit, 0, -1) if faster(tokens)), 0)
         return max(cpu_tokens, TUNING.min_cpu_tokens) if asked else cpu_tokens
+
+    @cached_property
+    def _whole_tokens(self) -> int:
+        """Minimum tokens of a pass that brings all experts: it touches nearly all, or launching each takes longer."""
+        link, share = self.machine.h2d_bandwidth, ALLOWANCES.whole_share
+        if self.machine.gpu_count and link and self.options.experts != "on-demand":
+            copy_s = self.model.expert_bytes * self._base.wire_ratio / link
+            share = min(share, copy_s / RATES.expert_s)  # the CPU launches while copies are under way
+        return whole_tokens(self.model, share)
 
     @cached_property
     def _experts_on_demand(self) -> bool:
@@ -421,7 +431,7 @@ class Placer:
         layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
         return {
             "experts": "on-demand",
-            "whole_tokens": whole_tokens(model),
+            "whole_tokens": self._whole_tokens,
             "layer_experts": model.num_experts,
             "layer_chunks": chunks,
             "expert_buffers": count,

@@ -133,6 +133,12 @@ class Recorded(Frozen):
         return self
 
     @property
+    def gpu_bytes(self) -> int | None:
+        """Peak bytes of tensors, and of a library's own GPU memory, if it has some."""
+        own = int(self.effective.settings.get("library_gpu_bytes") or 0) if self.effective else 0
+        return None if self.gpu_peak_bytes is None else self.gpu_peak_bytes + own
+
+    @property
     def gpus(self) -> int:
         """Number of GPUs that the load took, each with its own link."""
         return plan_options(self.case.engine, self.case.options).gpus

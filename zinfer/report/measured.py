@@ -127,7 +127,7 @@ def _tops(workload: WorkloadFindings) -> Table:
         "#95% interval": lambda point: rate(point)[1],
         **{f"#{time.upper()} {name}": _percentile(time, name) for time in _TIMES for name in _PERCENTILES},
         "#link share": lambda point: f"{point.link_share:.0%}" if point.usable and point.link_share else "",
-        "#GPU peak": lambda point: gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+        "#GPU peak": lambda point: gib(point.gpu_bytes) if point.gpu_bytes else "",
         "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
         "beyond the plan": beyond,
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),

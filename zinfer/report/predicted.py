@@ -71,7 +71,7 @@ def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterato
     for workload, point, spec in winners:
         assert workload.machine is not None
         plan = Planner(point.case, spec, workload.machine, efficiency.get(point.case.engine, Efficiency())).plan
-        sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_peak_bytes, plan.host.total, point.host_peak_bytes)
+        sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_bytes, plan.host.total, point.host_peak_bytes)
         names, batch = (workload.group.title, workload.group.machine), str(point.case.workload.batch_size)
         memory.append(Row((*names, point.case.label(), batch, *(gib(size) if size else "" for size in sizes))))
         steps = (point.tpot_ms and point.tpot_ms / 1e3, plan.step_s)

@@ -32,6 +32,7 @@ from zinfer.job import sweep as sweep_job
 from zinfer.job.batch.packing import fitting, typical_plan
 from zinfer.job.driver import Driver
 from zinfer.job.openai import ServerLimits, answer_limit, read_body
+from zinfer.job.structure import PLAIN, form_of
 from zinfer.plan.planner import Plan
 from zinfer.record import export
 from zinfer.record.measurement import Measurement
@@ -63,7 +64,8 @@ class SamplingParams:
     """Sampling of answers, by vLLM's names and defaults. Raises ZinferError for a value out of its limits.
 
     `max_tokens` None is the option `output_len` of the model; `seed` None another seed each time; `logprobs` the number
-    of alternatives that each token's log-probability comes with.
+    of alternatives that each token's log-probability comes with. `structured_outputs` has one of ``json`` (a schema),
+    ``json_object`` (True), ``regex``, ``choice`` (texts) and ``grammar`` (Lark or GBNF).
     """
 
     n: int = 1
@@ -82,6 +84,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         read_body(self.body(False) | {"prompt": ""}, False, ServerLimits(MAX_COUNT, MAX_COUNT))
@@ -164,9 +167,13 @@ class LLM(Closing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as the model's chat template formats them."""
-        return self._answer(_conversations(messages), sampling_params, True, chat_template_kwargs)
+        """Answer one conversation or several, as the model's chat template formats them, and `tools` for it.
+
+        Calls of tools are part of the text, in the model's form.
+        """
+        return self._answer(_conversations(messages), sampling_params, True, chat_template_kwargs, tools)
 
     def stream(
         self,
@@ -190,8 +197,8 @@ class LLM(Closing):
         """End the worker, and free its memory. Safe to call twice."""
         self._stack.close()
 
-    def _answer(self, prompts: list[Any], params: Any, chat: bool, settings: Any = None) -> list[RequestOutput]:
-        requests, outputs = self._requests(prompts, params, chat, settings)
+    def _answer(self, prompts: list[Any], params: Any, chat: bool, *of_a_chat: Any) -> list[RequestOutput]:
+        requests, outputs = self._requests(prompts, params, chat, *of_a_chat)
         answers = [answer for output in outputs for answer in output.outputs]
         for update in self._updates(requests):
             answer = answers[update.key]
@@ -201,20 +208,22 @@ class LLM(Closing):
         return outputs
 
     def _requests(
-        self, prompts: list[Any], params: Any, chat: bool, settings: Any = None, stream: bool = False
+        self, prompts: list[Any], params: Any, chat: bool, settings: Any = None, tools: Any = None, stream: bool = False
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Return the worker's requests, numbered by `key`, and answers to fill in. Raises ZinferError."""
         spec, subject = self.plan.model, "messages" if chat else "prompt"
         every = [params or SamplingParams()] * len(prompts) if isinstance(params, SamplingParams | None) else [*params]
         if len(every) != len(prompts):
             raise ZinferError(f"{len(prompts)} prompts and {len(every)} sampling_params: give one for each, or one")
-        more = {"stream": stream} | ({"chat_template_kwargs": settings} if settings else {})
+        more: dict[str, Any] = {"stream": stream} | ({"chat_template_kwargs": settings} if settings else {})
+        more |= {"tools": [*map(dict, tools)]} if tools else {}
+        form = form_of(self._tokenizer.template.text, self._tokenizer.facts.think) if chat else PLAIN
         requests, outputs = list[Request](), list[RequestOutput]()
         for owner, (prompt, wanted) in enumerate(zip(prompts, every, strict=True)):
             body = wanted.body(chat) | {subject: prompt} | more
-            asked = read_body(body, chat, ServerLimits(spec.vocab_size, MAX_COUNT))
+            asked = read_body(body, chat, ServerLimits(spec.vocab_size, MAX_COUNT), form)
             ids: Any = asked.prompts[0]
-            if chat or isinstance(ids, str):
+            if chat or isinstance(ids, str | dict):
                 ids = self._tokenizer.encode_alone(ids)
             if isinstance(ids, Refusal):
                 raise ModelError(f"prompt {owner}: {ids.message}")

@@ -30,6 +30,7 @@ from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted
+from zinfer.job.structure import PLAIN, Form, form_of
 from zinfer.record.jsonl import MAX_BYTES
 from zinfer.system.documents import read_bytes
 
@@ -81,9 +82,9 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     """Answer the lines of a file or shard; return the exit code."""
     prompts = how["prompts"]
     output = how["output"] if shard is None else shard.path(how["output"])
-    content, lines = _requests(prompts, output)
-    lines = lines if shard is None else [*shard.of(lines)]
     job = options.prepared("batch", how)
+    content, lines = _requests(prompts, output, form_of(job.tokenizer.template.text, job.tokenizer.facts.think))
+    lines = lines if shard is None else [*shard.of(lines)]
     source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)
     identity = {
@@ -111,10 +112,10 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     return _exit_code(errors, len(done))
 
 
-def _requests(prompts: Path, output: Path) -> tuple[bytes, list[BatchLine | Fault]]:
+def _requests(prompts: Path, output: Path, form: Form = PLAIN) -> tuple[bytes, list[BatchLine | Fault]]:
     """Return the file of the prompts, and its lines. Raises UsageError if there are none."""
     content = read_bytes(prompts, MAX_BYTES)
-    lines = read_requests(content)
+    lines = read_requests(content, form)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     if not lines:

@@ -29,7 +29,8 @@ WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
-def _settings(text: str) -> dict[str, Any]:
+def object_of(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ValueError."""
     settings = parse_json(text.encode(), "it")
     if not isinstance(settings, dict):
         raise ValueError("write an object")
@@ -42,7 +43,7 @@ chat_options = option_group(  # that only a conversation has
     chat_template,
     option(
         "--chat-template-kwargs",
-        Parsed("json", _settings),
+        Parsed("json", object_of),
         'Settings of the chat template, as {"enable_thinking": false}.',
     ),
     option("--kv-cache-size", SIZE, "Maximum host memory for KV caches of conversations, as 8GiB.", default="8GiB"),

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, prompt_request, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, object_of, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
 from zinfer.commands.options import option
@@ -24,10 +24,10 @@ from zinfer.core.request import Sampling
 from zinfer.core.units import counted, duration, figures
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.schedule import largest_load
-from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.generation.tokenizer_process import Prompt, Refusal, TokenizerProcess
 from zinfer.job.batch.packing import best_plan
 from zinfer.job.driver import Driver
-from zinfer.job.openai import check_tokens, read_sampling
+from zinfer.job.openai import check_tokens, read_grammar, read_sampling
 from zinfer.job.recipe import engine_recipe
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -56,6 +56,11 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
     option("--frequency-penalty", float, "Take this from logits for each time in the answer.  [default: 0]"),
     option("--logit-bias", options.Parsed("id=bias,..", _bias), "Add to the logits of tokens, -100 to 100 each."),
     option("--stop-token-ids", TOKENS, "Tokens that end an answer, too."),
+    option(
+        "--structured-outputs",
+        options.Parsed("json", object_of),
+        'Grammar of an answer: {"json": SCHEMA}, {"regex": ..}, {"choice": [..]} or {"grammar": ..}.',
+    ),
     option("--min-tokens", int, "Tokens of an answer before it may end.  [default: 0]"),
 )
 
@@ -105,7 +110,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     check_tokens(sampling, spec.vocab_size)
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"], how["chat_template_kwargs"]) if chat else None
-    prompt_ids = [] if chat else _encoded(tokenizer, texts)
+    prompt_ids = [] if chat else _encoded(tokenizer, texts, sampling.grammar)
     longest = max(map(len, prompt_ids), default=1)
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.this_machine(how["nvme_path"])
@@ -238,10 +243,11 @@ class Answers:
             self._shown, self._length = self._shown + 1, 0
 
 
-def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ModelError for a prompt without any."""
+def _encoded(tokenizer: TokenizerProcess, texts: list[str], grammar: str) -> list[list[int]]:
+    """Return the token ids of each prompt. Raises ModelError for a prompt without any, and a wrong grammar."""
+    prompts: list[Prompt] = [{"prompt": text, "grammar": grammar} if grammar else text for text in texts]
     prompt_ids = []
-    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+    for text, ids in zip(texts, tokenizer.encode(prompts), strict=True):
         if isinstance(ids, Refusal):
             raise ModelError(f"prompt {text[:40]!r}: {ids.message}")
         prompt_ids.append(ids)
@@ -264,7 +270,7 @@ def _sampling(how: dict[str, Any]) -> Sampling:
     """Return the sampling of the options. Raises Refused for a value out of its limits."""
     given = {name: how[name] for name in (*DRAWN, *EDITS) if how[name] is not None}
     given |= {"stop_token_ids": list(given["stop_token_ids"])} if "stop_token_ids" in given else {}
-    settings = {"temperature": how["temperature"], "seed": str(how["seed"])}
+    settings = {"temperature": how["temperature"], "seed": str(how["seed"]), "grammar": read_grammar(how)}
     return read_sampling(given).model_copy(update=settings)
 
 

@@ -14,6 +14,7 @@ from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.job.batch.packing import typical_plan
 from zinfer.job.openai import served_name
+from zinfer.job.structure import form_of
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
@@ -71,7 +72,9 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
     first, *more = how["served_names"] or dict.fromkeys((served_name(how["model"]), how["model"]))
-    settings = Settings(first, api_key, *(how[name] for name in names))._replace(aliases=tuple(more))
+    settings = Settings(first, api_key, *(how[name] for name in names))._replace(
+        aliases=tuple(more), form=form_of(tokenizer.template.text, tokenizer.facts.think)
+    )  # fmt: skip
     try:
         bound = listen(host, port)
     except OSError as error:

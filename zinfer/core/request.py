@@ -20,7 +20,8 @@ class Sampling(Frozen):
 
     `top_p` below 1 is nucleus sampling, `top_k` 0 takes all tokens. `repetition_penalty` counts tokens of prompt and
     output, the others those of the output alone. `logit_bias` has pairs of a token and what its logit gains. A row ends
-    neither at an end token nor at a stop before it has `min_tokens`.
+    neither at an end token nor at a stop before it has `min_tokens`. `grammar` is that of its text
+    (`zinfer.generation.grammar`), or "".
     """
 
     temperature: float = 0.0
@@ -34,12 +35,13 @@ class Sampling(Frozen):
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    grammar: str = ""
 
     @property
     def edits(self) -> bool:
         """True if logits are changed before a token is chosen."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return bool(penalties or self.logit_bias or self.min_tokens)
+        return bool(penalties or self.logit_bias or self.min_tokens or self.grammar)
 
     def unknown_token(self, vocab_size: int) -> str | None:
         """Return a line about a token not below `vocab_size`; None without one."""
@@ -63,7 +65,8 @@ class Request:
     """One answer to generate: token ids, sampling and limits.
 
     `left` tokens may follow `output_ids`. The text continues the prompt's, unless `chat`. `stream` asks for text as it
-    comes, `logprobs` for scores with that many alternatives, `echo` for the prompt's. `owner`s share memory.
+    comes, `special` for special tokens in it, `logprobs` for scores with that many alternatives, `echo` for the
+    prompt's. `owner`s share memory.
     """
 
     prompt_ids: Sequence[int]
@@ -78,6 +81,7 @@ class Request:
     stream: bool = False
     logprobs: int | None = None
     echo: bool = False
+    special: bool = False
 
     @property
     def limit(self) -> int:

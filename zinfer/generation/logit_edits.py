@@ -1,18 +1,22 @@
-"""Changes of a row's logits before a token is chosen: minimum length, bias and penalties.
+"""Changes of a row's logits before a token is chosen: minimum length, bias, penalties and grammar.
 
 In the order of vLLM: ends are masked up to `min_tokens`, `logit_bias` is added, then come the repetition penalty
 (Keskar et al. 2019, arXiv:1909.05858) over tokens of prompt and output, and OpenAI's frequency and presence penalties
-over those of the output. A row's tokens stay on the device, but for its last ones, which each pass brings for all rows.
+over those of the output; the mask of a grammar is last. A row's tokens stay on the device, but for its last ones, which
+each pass brings for all rows.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zinfer.core.request import Sampling
 from zinfer.engine.transfer import to_device
+
+if TYPE_CHECKING:
+    from zinfer.generation.grammar import Grammar
 
 TAIL = 64  # output tokens of a row that each pass brings anew
 
@@ -29,6 +33,7 @@ class LogitEdits:
         self._bias: tuple[Tensor, Tensor] | None = None
         self._settled: Tensor | None = None  # prompt, and the first output tokens
         self.count = 0  # of the latter
+        self.grammar: Grammar | None = None
 
     def bias(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return biased tokens, int64 ``[n]``, and their biases, float32 ``[n]``."""
@@ -48,10 +53,14 @@ class LogitEdits:
 
 
 class EditedRow(NamedTuple):
-    """Changes of a row's logits; `ahead` are drafts that precede the token to choose."""
+    """Changes of a row's logits; `ahead` are drafts that precede the token to choose.
+
+    `mask` has a bit for each token that the row's grammar permits, int32 ``[ceil(V / 32)]``.
+    """
 
     edits: LogitEdits
     ahead: Sequence[int] = ()
+    mask: Tensor | None = None
 
 
 def edit(logits: Tensor, rows: Sequence[EditedRow]) -> Tensor:
@@ -75,7 +84,7 @@ def edit(logits: Tensor, rows: Sequence[EditedRow]) -> Tensor:
 
     ends = [
         number * size + token
-        for number, (edits, ahead) in enumerate(rows)
+        for number, (edits, ahead, _) in enumerate(rows)
         if len(edits.output_ids) + len(ahead) < edits.sampling.min_tokens
         for token in edits.ends
     ]
@@ -94,6 +103,11 @@ def edit(logits: Tensor, rows: Sequence[EditedRow]) -> Tensor:
         counts = counts.view_as(edited)
         edited.sub_(column("frequency_penalty")[:, None] * counts)
         edited.sub_(column("presence_penalty")[:, None] * (counts > 0))
+    if masks := {number: row.mask for number, row in enumerate(rows) if row.mask is not None}:
+        bits = torch.stack([*masks.values()])[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
+        forbidden = (bits & 1 == 0).flatten(1)[:, :size]
+        numbers = to_device(torch.tensor([*masks]), device)
+        edited[numbers] = edited[numbers].masked_fill_(forbidden, -torch.inf)
     return edited
 
 

@@ -7,7 +7,9 @@ sampler. `ContinuousScheduler` carries out the passes that `zinfer.generation.sc
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from zinfer.generation import tuning
 from zinfer.generation.detokenizer import common
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import Drafter, Drafts, NgramDrafter
+from zinfer.generation.grammar import Grammar, Grammars
 from zinfer.generation.logit_edits import EditedRow, LogitEdits
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.prefix_cache import PrefixCache
@@ -39,7 +42,7 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.sequence import Sequence
+from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.plan.planner import Plan
@@ -97,6 +100,7 @@ class DecodeLoop:
 
 def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
     """Add its next token to a sequence, which may end with it; `finite` tells whether its logits are numbers."""
+    tokenizer = tokenizer.raw if sequence.special else tokenizer
     if not finite:
         sequence.error = str(NotFiniteError())
     elif (token in tokenizer.ends and not sequence.ignore_eos) or token in sequence.sampling.stop_token_ids:
@@ -155,6 +159,8 @@ class ContinuousScheduler:
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = Drafts(drafter or NgramDrafter(), 0 if drafter is None else MAX_DRAFTS)
         self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get equally many tokens of a pass
+        self._grammars = Grammars(tokenizer, engine.plan.model.vocab_size)
+        self._compiling: list[Sequence] = []  # rows whose grammars are being compiled
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by key
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         engine.clear()
@@ -198,10 +204,25 @@ class ContinuousScheduler:
         for sequence in new:
             if sequence.sampling.edits:
                 sampling, ends = sequence.sampling, self._tokenizer.ends
-                sequence.edits = LogitEdits(sampling, sequence.prompt_ids, sequence.output_ids, ends)
+                sequence.edits = edits = LogitEdits(sampling, sequence.prompt_ids, sequence.output_ids, ends)
+                if sampling.grammar:
+                    edits.grammar = self._grammars.add(sampling.grammar, sequence.prompt_ids, sequence.output_ids)
+                    self._compiling.append(sequence)
         self.sequences |= {sequence.key: sequence for sequence in new}
-        self.schedule.add(new)
+        self.schedule.add(sequence for sequence in new if not sequence.sampling.grammar)
         return new
+
+    def _add_compiled(self) -> list[Sequence]:
+        """Let rows wait whose grammars are compiled; return those with a wrong one, which have ended."""
+        if self._compiling and not self.schedule.busy:
+            wait([_grammar(row).compiled for row in self._compiling], return_when=FIRST_COMPLETED)
+        ready = [row for row in self._compiling if _grammar(row).ready]
+        self._compiling = [row for row in self._compiling if row not in ready]
+        wrong = [row for row in ready if _fail(row)]
+        self.schedule.add(row for row in ready if row not in wrong)
+        for row in wrong:
+            self._discard(row.key)
+        return wrong
 
     def drop(self, keys: Iterable[int]) -> None:
         """Discard sequences, finished or not; their keys and values are kept as finished rows' are."""
@@ -215,7 +236,8 @@ class ContinuousScheduler:
         self.schedule.drop(gone)
 
     def _discard(self, key: int) -> None:
-        del self.sequences[key]
+        sequence = self.sequences.pop(key)
+        self._compiling = [row for row in self._compiling if row is not sequence]
         self._matched.pop(key, None)
         self.drafts.discard(key)
 
@@ -231,7 +253,7 @@ class ContinuousScheduler:
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         try:
             self._keep_noted()
-            return self._step()
+            return self._add_compiled() or self._step()
         except BaseException:
             self.end()
             raise
@@ -316,7 +338,7 @@ class ContinuousScheduler:
                 self.drafts.discard(key)
         with suppress(Exception):
             self.prefixes.close()
-        self.sequences, self._matched, self._to_keep = {}, {}, []
+        self.sequences, self._matched, self._to_keep, self._compiling = {}, {}, [], []
         self.schedule.clear()
         with suppress(Exception):
             self.engine.clear()
@@ -486,11 +508,13 @@ class ContinuousScheduler:
     def _compute(self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]) -> list[Sequence]:
         """Run the pass; return the sequences that got a token, whose numbers are in `gained` then."""
         scored = [self._scored(batch) for batch, _ in works]
+        masks = self._begin_masks(works, drafts)
         asked = []
         for (batch, count), whole in zip(works, scored, strict=True):
             keep = count if whole or batch.running else 1
             asked.append(Work(_micro_batch(batch), self._token_ids(batch, count, drafts), keep))
         outputs = self.engine.forward(asked)
+        masks_of = masks.on(self.engine.device)
         chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
         tokens, finite = list[Tensor](), list[Tensor]()
         for (batch, count), whole, logits in zip(works, scored, outputs, strict=True):
@@ -499,7 +523,7 @@ class ContinuousScheduler:
             if batch.length + count < batch.width:  # prompts that are not complete
                 continue
             logits = logits if batch.running else logits[:, -1:]
-            ids, numbers, token_scores = _choose(batch.rows, logits, drafts)
+            ids, numbers, token_scores = _choose(batch.rows, logits, drafts, masks_of)
             tokens.append(ids)
             finite.append(numbers)
             chosen.append((batch.rows, logits.shape[1], token_scores))
@@ -513,6 +537,16 @@ class ContinuousScheduler:
             ids_of, finite_of = part.view(2, len(sequences), count).tolist()
             touched += self._accept(sequences, ids_of, finite_of, drafts, token_scores)
         return touched
+
+    def _begin_masks(self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]) -> "_Masks":
+        """Begin to compute masks of rows that get a token and have a grammar, beside the pass."""
+        choosing = [batch for batch, count in works if batch.length + count >= batch.width]
+        rows = [row for batch in choosing for row in batch.living if row.sampling.grammar]
+        counts = [1 + len(drafts.get(row.key, ())) for row in rows]
+        bits = torch.full((sum(counts), -(-self.engine.plan.model.vocab_size // 32)), -1, dtype=torch.int32)
+        parts = zip(rows, bits.split(counts), strict=True)
+        asked = [(_grammar(row), [*part], drafts.get(row.key, ())) for row, part in parts]
+        return _Masks(dict(zip((row.key for row in rows), counts, strict=True)), bits, self._grammars.begin(asked))
 
     def _accept(
         self,
@@ -529,6 +563,9 @@ class ContinuousScheduler:
         for index, sequence in rows:
             limit, count = min(right.values()) if self._one_length else right[index], 0
             for position in range(limit + 1):
+                if sequence.edits is not None and sequence.edits.grammar is not None and _fail(sequence):
+                    count = 1
+                    break
                 add_token(self._tokenizer, sequence, ids[index][position], bool(finite[index][position]))
                 count += 1
                 if (index, position) in token_scores and finite[index][position]:
@@ -554,6 +591,33 @@ class ContinuousScheduler:
                 row.prompt_scores += scores(part, row.prompt_ids[done + 1 : last + 1], row.logprobs or 0)
 
 
+class _Masks(NamedTuple):
+    """Masks of a pass, int32 ``[n, W]``: how many each row has, by key, and the threads that fill them."""
+
+    counts: dict[int, int]
+    bits: Tensor
+    filling: "list[Future[None]]"
+
+    def on(self, device: torch.device) -> dict[int, Tensor]:
+        """Wait for the masks; return those of each row on `device`, by key."""
+        for future in self.filling:
+            future.result()
+        parts = to_device(self.bits, device).split([*self.counts.values()]) if self.counts else ()
+        return dict(zip(self.counts, parts, strict=True))
+
+
+def _grammar(row: Sequence) -> Grammar:
+    assert row.edits is not None
+    assert row.edits.grammar is not None
+    return row.edits.grammar
+
+
+def _fail(row: Sequence) -> bool:
+    """End a row whose grammar has an error; tell whether it has."""
+    row.error, row.error_code = _grammar(row).error, INVALID_GRAMMAR
+    return row.error is not None
+
+
 def _micro_batch(batch: PlannedBatch) -> MicroBatch:
     assert batch.micro_batch is not None
     return batch.micro_batch
@@ -566,10 +630,13 @@ def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int,
 
 
 def _choose(
-    sequences: Several[Sequence | None], logits: Tensor, drafts: Mapping[int, list[int]]
+    sequences: Several[Sequence | None],
+    logits: Tensor,
+    drafts: Mapping[int, list[int]],
+    masks: Mapping[int, Tensor],
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
-    """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts. Returns the tokens ``[B * n]``, whether
-    their logits are numbers, and the scores that are asked for, by row and position."""
+    """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts; `masks` are by key. Returns the tokens
+    ``[B * n]``, whether their logits are numbers, and the scores that are asked for, by row and position."""
     count = logits.shape[1]
     each = [sequence for sequence in sequences for _ in range(count)]
     samplings = [GREEDY if sequence is None else sequence.sampling for sequence in each]
@@ -577,7 +644,11 @@ def _choose(
     places = [tokens + ahead for tokens in made for ahead in range(count)]
     flat = logits.reshape(-1, logits.shape[-1])
     edited = {
-        row * count + ahead: EditedRow(sequence.edits, drafts.get(sequence.key, [])[:ahead])
+        row * count + ahead: EditedRow(
+            sequence.edits,
+            drafts.get(sequence.key, [])[:ahead],
+            masks[sequence.key][ahead] if sequence.key in masks and ahead < len(masks[sequence.key]) else None,
+        )
         for row, sequence in enumerate(sequences)
         if sequence is not None and sequence.edits is not None
         for ahead in range(count)

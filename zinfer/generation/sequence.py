@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from zinfer.generation.logit_edits import LogitEdits
     from zinfer.generation.sampling import Score
 
+INVALID_GRAMMAR = "invalid_grammar"  # code of an error
+
 
 @dataclass(eq=False)
 class Sequence(Request):
@@ -23,6 +25,7 @@ class Sequence(Request):
 
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
+    error_code: str = "nan_output"
     text: str = ""
     cached: int = 0
     scores: "list[Score]" = field(default_factory=list)
@@ -64,7 +67,7 @@ class Sequence(Request):
         without the bytes of an unfinished character, spaces that the next token may take back, and what may become one
         of the texts that end it. Each piece is cut from the text of all tokens so far, so that the pieces joined make
         the text that the sequence ends with."""
-        before = self.shown
+        before, tokenizer = self.shown, tokenizer.raw if self.special else tokenizer
         if self.ended:
             text = whole = self.text
         else:

@@ -6,6 +6,8 @@ tokenizer before a worker does.
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ NO_TOKENS = "has no tokens: it needs at least one"
 class Tokenizer:
     """Tokenizer of a model in a worker; `hf` is that of transformers, `ends` are the tokens that end a text."""
 
+    _special = False  # True if texts have special tokens
+
     def __init__(self, spec: ModelSpec) -> None:
         directory = tokenizer_files.folder_of(spec)
         self.hf: Any = load_tokenizer(directory)
@@ -33,7 +37,7 @@ class Tokenizer:
         self.padding = padding if 0 <= padding < spec.vocab_size else 0  # no row attends to it
 
     def decode(self, token_ids: Iterable[int], before: Sequence[int] = ()) -> str:
-        """Return the text of `token_ids`, special tokens left out; with `before`, as it continues the text of those.
+        """Return the text of `token_ids`; with `before`, as it continues the text of those.
         Tokenizers such as Llama 2's drop the space before the first word of every text."""
         ids = list(token_ids)
         if before:
@@ -41,7 +45,14 @@ class Tokenizer:
             head, both = self.decode(context), self.decode(context + ids)
             if both.startswith(head):
                 return both[len(head) :]
-        return _decoded(self.hf, ids, skip_special_tokens=True)
+        return _decoded(self.hf, ids, skip_special_tokens=not self._special)
+
+    @cached_property
+    def raw(self) -> "Tokenizer":
+        """The same tokenizer, whose texts have special tokens."""
+        raw = copy(self)
+        raw._special = True
+        return raw
 
     def text_of(self, token: int) -> str:
         """Return the text of a token within a text. Part of a character is ``bytes:\\xe6``, as OpenAI has it."""

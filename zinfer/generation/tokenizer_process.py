@@ -43,7 +43,8 @@ _SET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "
 _MAIN = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
 _MAIN += f"from {tokenizer_server.__name__} import main; main()"
 
-# A text, the messages of a chat, or these with settings of the template: {"messages": .., "template": {..}}.
+# A text, the messages of a chat, or these with settings of the template and tools, and the grammar of the answer:
+# {"messages": .., "template": {..}, "tools": [..], "grammar": ".."}, {"prompt": TEXT OR IDS, "grammar": ".."}.
 Prompt = str | list[dict[str, Any]] | dict[str, Any]
 
 
@@ -55,11 +56,12 @@ class Refusal(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about a tokenizer: end tokens, first token, and whether it can chat."""
+    """Facts about a tokenizer: end tokens, first token, whether it can chat, and the token that begins a thought."""
 
     ends: list[tuple[int, str, str]]  # each with its text and the files that name it
     bos: int | None
     template: bool
+    think: int | None = None
 
     @property
     def differing_ends(self) -> str | None:
@@ -110,7 +112,7 @@ class TokenizerProcess(Closing):
     def encode_alone(self, prompt: Prompt, special: bool = True) -> list[int] | Refusal:
         """Return the token ids of one prompt, or why it has none. It may take the time that its length permits."""
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
-        kind = "prompt" if isinstance(prompt, str) else "conversation"
+        kind = "prompt" if is_text(prompt) else "conversation"
         return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", _exceeds(kind, seconds))
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ class TokenizerProcess(Closing):
 
     def _encode(self, prompt: Prompt, special: bool, seconds: float) -> list[int] | Refusal | None:
         """Return the token ids of a prompt, or why it has none; None if it takes too long."""
-        if not isinstance(prompt, str) and (why_not := self.cannot_chat) is not None:
+        if not is_text(prompt) and (why_not := self.cannot_chat) is not None:
             return Refusal("invalid_prompt", why_not)
         asked = self._ask(seconds, prompt=prompt, special=special, max_tokens=self.max_tokens)
         if "why" in asked:
@@ -256,11 +258,24 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
     return spec.model_dump(include={"vocab_size", "name"}) | limits | facts
 
 
+def is_text(prompt: Prompt) -> bool:
+    """Tell whether a prompt is no conversation."""
+    return isinstance(prompt, str) or (isinstance(prompt, dict) and "prompt" in prompt)
+
+
+def is_quick(prompt: Prompt) -> bool:
+    """Tell whether a prompt may be read in `QUICK_S`: a short one without a grammar."""
+    return characters(prompt) <= QUICK_CHARACTERS and not (isinstance(prompt, dict) and prompt.get("grammar"))
+
+
 def characters(prompt: Prompt) -> int:
     """Count the characters of a prompt, roles and settings included."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, dict):
-        return characters(prompt["messages"]) + len(json.dumps(prompt["template"]))
+        return sum(
+            characters(value) if name == "messages" or isinstance(value, str) else len(json.dumps(value))
+            for name, value in prompt.items()
+        )
     values = (value for message in prompt for value in message.values())
     return sum(len(value if isinstance(value, str) else json.dumps(value)) for value in values)

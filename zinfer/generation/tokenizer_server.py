@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 from zinfer.checkpoint import tokenizer_files
 from zinfer.core.model import ModelError
+from zinfer.generation import grammar
 from zinfer.generation.tokenizer import check_library, decode, load_tokenizer, own_end
 
 CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
@@ -32,19 +34,30 @@ BEGINNING = 12  # characters for each position that tell whether a long text is 
 MAX_TEXT = 64 << 20  # characters of a rendered conversation
 # Names what transformers, jinja2 and Python import late: constants, the names of days, errors.
 WARM_UP = "{{ '\\n\\u00e9' }}{{ strftime_now('%A %Y') }}{{ [1] | tojson }}{{ raise_exception('') }}"
+_VOCABULARY: list[grammar.Vocabulary] = []  # of a child
 
 
 class Checkpoint(NamedTuple):
-    """Tokenizer `hf` and chat template of a checkpoint; name and vocabulary of its model."""
+    """Tokenizer `hf` and chat template of a checkpoint; name, vocabulary and end tokens of its model."""
 
     hf: Any
     template: str | None
     vocab_size: int
     name: str
+    ends: tuple[int, ...] = ()
 
     def encode(self, prompt: Any, special: bool, max_tokens: int | None) -> list[int] | int:
-        """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError."""
+        """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError.
+
+        Also for the grammar of its answer.
+        """
         limit = sys.maxsize if max_tokens is None else max_tokens
+        if isinstance(prompt, dict):
+            if prompt.get("grammar"):
+                self._vocabulary.check(prompt["grammar"])
+            prompt = prompt.get("prompt", prompt)
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
+            return [*prompt]
         chat = not isinstance(prompt, str)
         text = self.render(prompt) if chat else _unicode(prompt)
         # Text that follows changes a few tokens at the end of a beginning, and never half of them.
@@ -56,8 +69,11 @@ class Checkpoint(NamedTuple):
 
     def render(self, prompt: list[dict[str, Any]] | dict[str, Any]) -> str:
         """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
-        messages, settings = (prompt["messages"], prompt["template"]) if isinstance(prompt, dict) else (prompt, {})
+        given: dict[str, Any] = prompt if isinstance(prompt, dict) else {"messages": prompt}
+        messages, settings, tools = given["messages"], given.get("template") or {}, given.get("tools")
         known = set(re.findall(r"\w+", self.template or "")) - {"messages"}
+        if tools and "tools" not in known:
+            raise ModelError("the model's chat template has no tools")
         known -= inspect.signature(self.hf.apply_chat_template).parameters.keys()  # tools, tokenize, ..
         if unknown := [name for name in settings if name not in known]:
             raise ModelError(f"the model's chat template has no setting {unknown[0][:60]!r}")
@@ -67,8 +83,9 @@ class Checkpoint(NamedTuple):
         ]
         try:
             text = self.hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template, **settings
-            )
+                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template, tools=tools,
+                **settings,
+            )  # fmt: skip
         except Exception as error:  # a template says no in whatever way its author chose
             raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None
         if len(text) > MAX_TEXT:
@@ -76,6 +93,13 @@ class Checkpoint(NamedTuple):
         if _unicode(text) != text:
             raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
         return str(text)
+
+    @property
+    def _vocabulary(self) -> grammar.Vocabulary:
+        """Vocabulary for grammars, once one was asked for: it takes a second. Raises ModelError."""
+        if not _VOCABULARY:
+            _VOCABULARY.append(grammar.Vocabulary(self.hf, self.vocab_size, self.ends))
+        return _VOCABULARY[0]
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -114,10 +138,16 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
             hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
         ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), checkpoint.vocab_size)
         names = [[token, _name(hf, token), files] for token, files in ends.items()]
+        checkpoint = checkpoint._replace(ends=tuple(ends))
     except BaseException as error:
         check_library(error)
         raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
-    return checkpoint, {"template": template is not None, "bos": hf.bos_token_id, "ends": names}
+    return checkpoint, {
+        "template": template is not None,
+        "bos": hf.bos_token_id,
+        "ends": names,
+        "think": grammar.token_of(hf, grammar.THINK),
+    }
 
 
 def _name(hf: Any, token: int) -> str:
@@ -169,6 +199,9 @@ def main() -> None:
     """Load a checkpoint, and serve the connections that stdin brings."""
     control = Connection(0)
     sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and a tokenizer does without
+    if grammar.available():  # children can open no file
+        import_module("llguidance.hf")
+        import_module("llguidance.gbnf_to_lark")
     wanted = json.loads(control.recv_bytes())
     _limit_memory(wanted["load_bytes"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

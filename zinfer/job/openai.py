@@ -8,6 +8,8 @@ messages and their parts. Sources: OpenAI's API reference, and the parameters th
 
 import json
 import math
+import re
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +18,10 @@ from typing import Any, NamedTuple
 from zinfer.core.case import MAX_COUNT
 from zinfer.core.errors import ZinferError
 from zinfer.core.request import EchoedPrompt, Failure, Request, Sampling, TokenScore
+from zinfer.generation import grammar
+from zinfer.job import structure
+from zinfer.job.structure import Form, Parsed
+from zinfer.system.documents import DocumentError, parse_json
 
 MAX_STOPS, MAX_STOP = 16, 1000  # texts that end an answer, and characters of one
 MAX_MESSAGES = 10_000  # of a chat
@@ -25,7 +31,7 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-# A text, token ids, or the messages of a chat; these with settings of the chat template, if there are any.
+# A text, token ids, or the messages of a chat; more of `zinfer.generation.tokenizer_process.Prompt` in an object.
 Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
 
 _NUMBERS: dict[str, tuple[float, float]] = {  # of the sampling, with the least and the most
@@ -33,11 +39,13 @@ _NUMBERS: dict[str, tuple[float, float]] = {  # of the sampling, with the least 
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
 }  # fmt: skip
 _USED = frozenset({"max_tokens", "max_completion_tokens", "stop", "seed", "model", *_NUMBERS})
-_USED |= {"top_k", "logit_bias", "stop_token_ids", "min_tokens"}
+_USED |= {"top_k", "logit_bias", "stop_token_ids", "min_tokens", "response_format", "structured_outputs"}
 # Parameters that the server carries out, and a batch file does not.
 _SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos", "stream_options"})
-_TEMPLATE = frozenset({"chat_template_kwargs", "reasoning_effort"})  # parameters of chats
+# Parameters of chats.
+_TEMPLATE = frozenset({"chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"})
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
 
 _ANY = ("any value",)
@@ -49,7 +57,7 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
                          "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"), _ANY),
         "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": _ANY, "echo": (False,), "logprobs": (False,),
         "top_logprobs": (0,), "tool_choice": ("none", "auto"),
-        "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+        "function_call": ("none", "auto"), "modalities": (["text"],),
         "verbosity": ("medium",), "web_search_options": (),
         # of vLLM
         "ignore_eos": (False,), "length_penalty": (1,), "use_beam_search": (False,),
@@ -62,6 +70,7 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {"add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
            "include_reasoning": (True,)},
     "stream_options": {"include_obfuscation": _ANY, "include_usage": (False,), "continuous_usage_stats": (False,)},
+    "a tool": {"strict": _ANY},
     "a message": {"annotations": _ANY, "cache_control": _ANY, "prefix": (False,)},
     "a part of a message": {"annotations": _ANY, "cache_control": _ANY, "prompt_cache_breakpoint": _ANY},
 }  # fmt: skip
@@ -91,6 +100,18 @@ class ServerLimits(NamedTuple):
     answers: int
 
 
+class Tools(NamedTuple):
+    """Tools of a request: as the template gets them, names that may be called, whether one must be, and several."""
+
+    given: tuple[dict[str, Any], ...] = ()
+    names: tuple[str, ...] = ()
+    required: bool = False
+    several: bool = True
+
+
+NO_TOOLS = Tools()
+
+
 class Asked(NamedTuple):
     """Request of a body. `seed`, which `sampling` lacks, and `output_len` are None where it has none.
 
@@ -111,6 +132,8 @@ class Asked(NamedTuple):
     usage: bool = False  # a stream ends with the numbers of tokens
     usages: bool = False  # every event of a stream has those so far
     ignore_eos: bool = False
+    tools: tuple[str, ...] = ()  # names of tools that an answer may call
+    form: Form = Form()
 
     @property
     def subject(self) -> str:
@@ -121,12 +144,18 @@ class Asked(NamedTuple):
         sampling = self.sampling.model_copy(update={"seed": seed or self.seed or "0"})
         return Request(
             prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
-            logprobs=self.logprobs, echo=self.echo, **fields,
+            logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.calls == "harmony", **fields,
         )  # fmt: skip
 
+    def parse(self, text: str, prompt_ids: Sequence[int], ended: bool = True) -> Parsed:
+        """Take an answer to a prompt apart, as `structure.parse` does."""
+        return structure.parse(text, self.form, self.tools, prompt_ids, ended) if self.chat else Parsed(content=text)
 
-def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
-    """Return the request in a body, of a batch file unless `served`. Raises Refused."""
+
+def read_body(
+    body: dict[str, Any], chat: bool, served: ServerLimits | None = None, form: Form = structure.PLAIN
+) -> Asked:
+    """Return the request in a body, of a batch file unless `served`; `form` is the model's. Raises Refused."""
     subject = "messages" if chat else "prompt"
     carried_out = (
         {subject} | _USED | (_TEMPLATE if chat else frozenset()) | (_SERVED_OF[chat] if served else frozenset())
@@ -135,18 +164,25 @@ def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = No
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    prompts = (_chat(given),) if chat else _prompts(given[subject], served)
+    tools = _tools(given, body, form)
+    prompts = (_chat(given, tools),) if chat else _prompts(given[subject], served)
     output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
     sampling = read_sampling(given, None if served is None else served.vocab_size)
     if output_len is not None and sampling.min_tokens > output_len:
         raise Refused("invalid_value", f"min_tokens {sampling.min_tokens} exceeds {length}", "min_tokens")
+    text = read_grammar(given, form if chat else structure.PLAIN, tools)
+    for name in ("min_tokens", "ignore_eos"):
+        if text and given.get(name):
+            raise Refused("invalid_value", f"{name} does not go with a grammar of the answer", name)
     asked = Asked(
         chat=chat,
-        prompts=prompts,
+        prompts=tuple(_with_grammar(prompt, text) for prompt in prompts),
         output_len=output_len,
-        sampling=sampling,
+        sampling=sampling.model_copy(update={"grammar": text}),
         stop=_stop(given.get("stop")),
         seed=str(_whole(given, "seed", None)) if "seed" in given else None,
+        tools=tools.names,
+        form=form,
     )
     return _for_server(asked, given, served) if served else asked
 
@@ -325,8 +361,105 @@ def _stop(stop: Any) -> tuple[str, ...]:
     return tuple(_unicode(text, "stop") for text in texts)
 
 
-def _chat(given: Mapping[str, Any]) -> Prompt:
-    """Return the messages of a body, and settings of the template. Raises Refused."""
+# Structure
+
+
+def read_grammar(given: Mapping[str, Any], form: Form = structure.PLAIN, tools: Tools = NO_TOOLS) -> str:
+    """Return the grammar that a body's fields ask for, "" without any. Raises Refused."""
+    answers = [*_response_format(given.get("response_format")), *_structured(given.get("structured_outputs"))]
+    if not answers and not tools.required:
+        return ""
+    param = (
+        "tool_choice" if not answers else "structured_outputs" if "structured_outputs" in given else "response_format"
+    )
+    if len(answers) + tools.required > 1:
+        raise Refused("invalid_value", "only one of response_format, structured_outputs and a required tool", param)
+    if not grammar.available():
+        raise Refused("unsupported_parameter", f"{param} {grammar.MISSING}", param)
+    functions = [tool["function"] for tool in tools.given if tool["function"]["name"] in tools.names]
+    text = structure.grammar(form, answers[0] if answers else None, functions, tools.several)
+    if len(text) > structure.MAX_GRAMMAR:
+        raise Refused("invalid_value", f"{param} has more than {structure.MAX_GRAMMAR:,} characters", param)
+    return text
+
+
+def _response_format(asked: Any) -> list[dict[str, Any]]:
+    kind = asked.get("type") if isinstance(asked, dict) else asked
+    if kind in (None, "text"):
+        return []
+    if kind == "json_object":
+        return [structure.json_schema({"type": "object"})]
+    holder = asked.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
+        why = "response_format must have the type text, json_object, or json_schema with a schema in json_schema"
+        raise Refused("invalid_value", why, "response_format")
+    return [structure.json_schema(holder["schema"])]
+
+
+def _structured(asked: Any) -> list[dict[str, Any]]:
+    """Return the grammars of vLLM's `structured_outputs`."""
+    given = {name: value for name, value in asked.items() if value is not None} if isinstance(asked, dict) else asked
+    if not given:
+        return []
+    try:
+        ((kind, value),) = given.items()
+        if kind == "json":
+            schema = parse_json(value.encode(), "json") if isinstance(value, str) else value
+            return [structure.json_schema(dict(schema.items()))]
+        if kind == "json_object" and value is True:
+            return [structure.json_schema({"type": "object"})]
+        if kind == "choice" and value and all(isinstance(text, str) for text in value):
+            return [structure.choice(value)]
+        return [structure.regex(value) if kind == "regex" else {"grammar": structure.ebnf}[kind](value)]
+    except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
+        why = "structured_outputs must be an object with one of json, json_object, regex, choice and grammar"
+        raise Refused("invalid_value", why, "structured_outputs") from None
+
+
+def _tools(given: Mapping[str, Any], body: Mapping[str, Any], form: Form) -> Tools:
+    """Return the tools of a body. Raises Refused."""
+    tools, wanted = given.get("tools") or [], given.get("tool_choice", "auto")
+    named = wanted.get("function") if isinstance(wanted, dict) and wanted.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(tools, list) or len(tools) > structure.MAX_TOOLS or not all(map(_is_tool, tools)):
+        why = f"tools must be a list of at most {structure.MAX_TOOLS} functions, each with a name and parameters"
+        raise Refused("invalid_value", why, "tools")
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if name is None and wanted not in ("none", "auto", "required"):
+        why = "tool_choice must be none, auto, required, or a function's type and name"
+        raise Refused("invalid_value", why, "tool_choice")
+    if (name or wanted == "required") and (name or "") not in (*names, *([""] if names and not name else [])):
+        raise Refused("invalid_value", f"tool_choice: there is no tool {name or ''!r}", "tool_choice")
+    if not tools or wanted == "none":
+        return NO_TOOLS
+    if form.calls == "none":
+        raise Refused(
+            "unsupported_parameter", "tools: the model's chat template has no form of calls that is known", "tools"
+        )
+    several = body.get("parallel_tool_calls") is not False and name is None
+    return Tools(tuple(tools), (name,) if name else names, bool(name) or wanted == "required", several)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("parameters") or {}, dict):
+        return False
+    name = function.get("name")
+    return isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII) is not None
+
+
+def _with_grammar(prompt: Prompt, text: str) -> Prompt:
+    """Return a prompt with its answer's grammar, if there is any, which is tried where the prompt is read."""
+    if not text:
+        return prompt
+    if isinstance(prompt, dict):
+        return prompt | {"grammar": text}
+    chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
+    return {"messages" if chat else "prompt": prompt, "grammar": text}
+
+
+def _chat(given: Mapping[str, Any], tools: Tools) -> Prompt:
+    """Return the messages of a body, settings of the template, and tools. Raises Refused."""
     messages, settings = _messages(given["messages"]), given.get("chat_template_kwargs") or {}
     if not isinstance(settings, dict):
         raise Refused("invalid_type", "chat_template_kwargs must be an object", "chat_template_kwargs")
@@ -334,7 +467,8 @@ def _chat(given: Mapping[str, Any]) -> Prompt:
         if effort not in _EFFORTS:
             raise Refused("invalid_value", f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
         settings = {"reasoning_effort": effort} | settings
-    return {"messages": messages, "template": settings} if settings else messages
+    more = {"template": settings, "tools": list(tools.given)}
+    return {"messages": messages, **more} if settings or tools.given else messages
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -350,8 +484,9 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("invalid_value", "a message must be an object with a role", "messages")
-    given = _effective(message, ("role", "content", "name"), "a message")
-    content = given.get("content")
+    given = _effective(message, _MESSAGE, "a message")
+    calls = [_call(call) for call in given.get("tool_calls") or ()]
+    content = given.get("content", "" if calls else None)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
     for part in parts:
@@ -360,11 +495,24 @@ def _message(message: Any) -> dict[str, Any]:
         _effective(part, ("type", "text"), "a part of a message")
         text += part["text"]
     checked: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
-    if "name" in given:
-        if not isinstance(given["name"], str):
-            raise Refused("invalid_type", "name of a message must be a text", "messages")
-        checked["name"] = _unicode(given["name"], "messages")
-    return checked
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if name in given:
+            if not isinstance(given[name], str):
+                raise Refused("invalid_type", f"{name} of a message must be a text", "messages")
+            checked[name] = _unicode(given[name], "messages")
+    return checked | ({"tool_calls": calls} if calls else {})
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """Return a call of an earlier answer, its arguments as an object: so templates want them."""
+    try:
+        name, arguments = call["function"]["name"], parse_json(call["function"]["arguments"].encode(), "arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
+        why = "a tool call of a message must have a function with a name, and an object as JSON in arguments"
+        raise Refused("invalid_value", why, "messages") from None
+    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 # Answers
@@ -391,11 +539,31 @@ def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str
 
 
 def choice_object(
-    index: int, chat: bool, text: str, finish_reason: str, logprobs: dict[str, Any] | None = None
+    index: int, chat: bool, answer: Parsed, finish_reason: str, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return one answer; `finish_reason` is ``stop`` or ``length``."""
-    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+    """Return one answer; `finish_reason` is ``stop`` or ``length``, and ``tool_calls`` with calls."""
+    message = {"role": "assistant", "content": answer.content or (None if answer.calls else ""), **_more(answer)}
+    content = {"message": message} if chat else {"text": answer.content}
+    return {
+        "index": index, **content, "logprobs": logprobs,
+        "finish_reason": "tool_calls" if answer.calls else finish_reason,
+    }  # fmt: skip
+
+
+def delta_object(new: Parsed, told: Parsed) -> dict[str, Any]:
+    """Return what is new of a streamed message, of which `told` was sent; a call is one delta, whole."""
+    content = {"content": new.content} if new.content else {}
+    return content | _more(new, len(told.calls))
+
+
+def _more(answer: Parsed, first: int = 0) -> dict[str, Any]:
+    """Return the reasoning and the calls of a message, of which `first` is the number of the first."""
+    calls = [
+        {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
+        for number, call in enumerate(answer.calls, first)
+    ]
+    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return reasoning | ({"tool_calls": calls} if calls else {})
 
 
 def error_object(

@@ -116,5 +116,7 @@ def _asked(path: Path, request: Any) -> AskedRequest:
         raise RequestsError(f"{path}: request{name}: {request.message}")
     if request.asked.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
+    if request.asked.sampling.grammar:
+        raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has a grammar: a load has exact lengths")
     asked = request.asked.request((), request.asked.output_len)
     return AskedRequest(request.prompt, max(1, characters(request.prompt) // TEXT_TOKEN), asked.left, asked.sampling)

@@ -9,7 +9,7 @@ from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler
-from zinfer.generation.sequence import Sequence
+from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
@@ -86,10 +86,17 @@ def _update(session: Session, sequence: Sequence) -> Update:
         delta=sequence.new_text(session.tokenizer()) if sequence.stream else "",
         prompt=prompt,
         scores=_token_scores(session, scores),
-        failure=None if sequence.error is None else Failure(code="nan_output", message=sequence.error),
+        failure=_failure(sequence),
         finish_reason=sequence.finish_reason,
         cached=sequence.cached,
     )
+
+
+def _failure(sequence: Sequence) -> Failure | None:
+    if sequence.error is None:
+        return None
+    status = 400 if sequence.error_code == INVALID_GRAMMAR else 500
+    return Failure(code=sequence.error_code, message=sequence.error, status=status)
 
 
 def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]:

@@ -11,6 +11,7 @@ OpenAI's API reference, and `BatchRequestOutput` in its openapi.yaml.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from zinfer.job.openai import (
     read_body,
     usage_object,
 )
+from zinfer.job.structure import PLAIN, Form
 from zinfer.record.jsonl import Garbled
 from zinfer.system.documents import DocumentError, parse_json
 
@@ -68,7 +70,7 @@ def digest(content: bytes) -> str:
     return sha256(content).hexdigest()[:16]
 
 
-def read_requests(content: bytes) -> list[BatchLine | Fault]:
+def read_requests(content: bytes, form: Form = PLAIN) -> list[BatchLine | Fault]:
     """Return the lines of a file, in its order, without blank ones. Lines that cannot be served are Faults."""
     lines: list[BatchLine | Fault] = []
     seen: Counter[bytes] = Counter()
@@ -84,7 +86,7 @@ def read_requests(content: bytes) -> list[BatchLine | Fault]:
             if custom_id is not None and first.setdefault(custom_id, number) != number:
                 why = f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
                 raise Refused("duplicate_custom_id", why)
-            lines.append(_line(key, custom_id, _object(line, number), number))
+            lines.append(_line(key, custom_id, _object(line, number), number, form))
         except Refused as refused:
             lines.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
     return lines
@@ -112,7 +114,7 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     return fields
 
 
-def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int) -> BatchLine:
+def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int, form: Form) -> BatchLine:
     if custom_id is None:
         raise Refused("missing_required_parameter", f"line {number} has no custom_id, or it is not a text", "custom_id")
     if fields.get("method") != "POST":
@@ -122,16 +124,23 @@ def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int) 
         raise Refused("invalid_url", f"url must be {COMPLETIONS} or {CHAT}", "url")
     if not isinstance(body, dict):
         raise Refused("missing_required_parameter", "the line has no body, or it is not an object", "body")
-    asked = read_body(body, chat=url == CHAT)
+    asked = read_body(body, chat=url == CHAT, form=form)
     return BatchLine(f"batch_req_{key}", custom_id, asked._replace(seed=asked.seed or key))
 
 
 def answer(
-    line: BatchLine, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
+    line: BatchLine,
+    text: str,
+    finish_reason: str,
+    tokens: tuple[int, int],
+    model: str,
+    created: int,
+    prompt_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the output object of a continued line. `tokens` are the prompt's and the answer's."""
+    parsed = line.asked.parse(text, prompt_ids)
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
-    identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, text, finish_reason)]
+    identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, parsed, finish_reason)]
     body = completion_object(identity, created, model, chat, choices, usage_object(tokens))
     return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 

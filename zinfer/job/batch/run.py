@@ -181,7 +181,8 @@ class BatchJob:
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
         model, created = served_name(self.plan.case.model), self.ledger.created
-        return openai.answer(line, update.text, str(update.finish_reason), tokens, model, created)
+        reason = str(update.finish_reason)
+        return openai.answer(line, update.text, reason, tokens, model, created, request.prompt_ids)
 
     def _end(self, request: Request, failed: bool) -> None:
         self.progress.ended += 1

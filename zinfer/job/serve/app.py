@@ -27,6 +27,7 @@ from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
 from zinfer.job.serve.dispatcher import Answer, Dispatcher, queue_full
 from zinfer.job.serve.metrics import Metrics
+from zinfer.job.structure import Form
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 
 BODY_S = 60.0  # seconds in which the body of a request must have come
@@ -106,8 +107,8 @@ class Exchange:
         """Return the whole answer."""
         choices = [
             openai.choice_object(
-                index, self.asked.chat, self._echo(answer) + answer.text, answer.finish_reason or "",
-                self._logprobs(answer),
+                index, self.asked.chat, self.asked.parse(self._echo(answer) + answer.text, answer.prompt_ids),
+                answer.finish_reason or "", self._logprobs(answer),
             )
             for index, answer in enumerate(self.answers)
         ]  # fmt: skip
@@ -136,14 +137,19 @@ class Exchange:
             update = answer.text or answer.scores or answer.finish_reason or not answer.begun
             if answer.sent or not update or (answer.failure is not None and not answer.text):
                 continue
-            text = self._echo(answer) + answer.text
+            finish_reason = answer.finish_reason
             if self.asked.chat:
-                role: dict[str, Any] = {} if answer.begun else {"role": "assistant"}
-                part: dict[str, Any] = {"delta": role | ({"content": text} if text or role else {})}
+                answer.whole += answer.text
+                parsed = self.asked.parse(answer.whole, answer.prompt_ids, ended=answer.over)
+                delta = openai.delta_object(parsed.since(answer.told), answer.told)
+                answer.told = parsed
+                finish_reason = "tool_calls" if finish_reason and parsed.calls else finish_reason
+                part: dict[str, Any] = {"delta": ({} if answer.begun else {"role": "assistant", "content": ""}) | delta}
             else:
-                part = {"text": text}
+                part = {"text": self._echo(answer) + answer.text}
             logprobs = self._logprobs(answer) if answer.scores or answer.echoed is not None else None
-            chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            if not answer.begun or finish_reason or logprobs or part.get("delta", True):
+                chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason})
             answer.text, answer.scores, answer.echoed, answer.begun = "", [], None, True
             answer.sent = answer.over
         return chunks
@@ -163,6 +169,7 @@ class Desk:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.limits = ServerLimits(dispatcher.plan.model.vocab_size, dispatcher.settings.max_waiting)
+        self.form = dispatcher.settings.form
         self.exchanges: dict[Answer, Exchange] = {}
         self.held = 0  # bytes of the bodies of all requests under way
         self.parsers = ThreadPoolExecutor(PARSERS, "parser")
@@ -170,8 +177,8 @@ class Desk:
     async def parse(self, body: bytes, chat: bool) -> Asked:
         """Return the request in a body; a large one is read in a thread. Raises Refused."""
         if len(body) < LARGE:
-            return _read(body, chat, self.limits)
-        return await asyncio.get_running_loop().run_in_executor(self.parsers, _read, body, chat, self.limits)
+            return _read(body, chat, self.limits, self.form)
+        return await asyncio.get_running_loop().run_in_executor(self.parsers, _read, body, chat, self.limits, self.form)
 
     def deliver(self, updates: Iterable[tuple[Answer, Update]]) -> None:
         """Take updates of answers; in the event loop."""
@@ -386,14 +393,14 @@ def _no_model(name: str, names: Iterable[str]) -> Refused:
     return Refused("model_not_found", f"there is no model {name[:60]!r} here; there is {there}", "model", 404)
 
 
-def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
+def _read(body: bytes, chat: bool, limits: ServerLimits, form: Form) -> Asked:
     try:
         fields = parse_json(body, "the body", bounds=BODY)
     except DocumentError as error:
         raise Refused("invalid_json", str(error)[:300]) from None
     if not isinstance(fields, dict):
         raise Refused("invalid_json", "the body is not a JSON object")
-    return openai.read_body(fields, chat, limits)
+    return openai.read_body(fields, chat, limits, form)
 
 
 async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:

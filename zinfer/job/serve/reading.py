@@ -1,7 +1,7 @@
 """Readers of prompts: texts and messages to token ids for the dispatcher, while the worker runs.
 
 Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half a
-second of CPU time, and one for long prompts, or slower ones. In both, clients take turns.
+second of CPU time, and one for long prompts, slower ones, and those with a grammar. In both, clients take turns.
 """
 
 import queue
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from zinfer.core.errors import error_line
-from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters
+from zinfer.generation.tokenizer_process import Refusal, is_quick
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 
@@ -79,7 +79,7 @@ class Reader:
     def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
         """Queue the prompts of a client, each with its owner."""
         for prompt, owner in asked:
-            turns = self._long if characters(prompt) > QUICK_CHARACTERS else self._short
+            turns = self._short if is_quick(prompt) else self._long
             turns.put(_Part(client, prompt, owner))
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ _END = "{% endfor %}"
 _TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 TEMPLATES = {
     "plain": f"{_TURNS}{_END}[assistant]",
-    "tags": _TOOLS + """{{ '<tool_call>{"name": .., "arguments": ..}</tool_call>' }}""" + f"{_TURNS}{_CALLS}{_END}[assistant]",
-    "json": _TOOLS + """{{ '{"name": .., "parameters": dictionary of argument name and its value}' }}""" + f"{_TURNS}{_CALLS}{_END}",
+    "tags": f"""{_TOOLS}<tool_call>{{# "arguments": .. #}}</tool_call>{_TURNS}{_CALLS}{_END}[assistant]""",
+    "json": f"""{_TOOLS}{{# "parameters": dictionary of argument name #}}{_TURNS}{_CALLS}{_END}[assistant]""",
     "harmony": _TOOLS + f"{_TURNS}{_CALLS}<|end|>{_END}<|start|>assistant{{# <|channel|> #}}",
     "thinks": f"{_TURNS}{_END}[assistant]{{% if open %}}<think>\n{{% endif %}}{{# </think> #}}",
 }  # fmt: skip
@@ -54,7 +54,7 @@ def save(directory: Path, template: str = "plain") -> Path:
 def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
     """Draw a schema of bounded texts."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "array", "object", "anyOf"]
-    kind = dice.choice(kinds[: 8 if depth > 2 else None] if depth else kinds[8:10])
+    kind = dice.choice(kinds[: 8 if depth > 1 else None] if depth else kinds[8:10])
     if kind == "string":
         return {"type": "string", "maxLength": dice.randint(1, 8)}
     if kind == "integer":
@@ -65,12 +65,12 @@ def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
     if kind == "enum":
         return {"enum": dice.sample(["a", "é", "東京", 1, 2.5, None, True, "x y"], dice.randint(1, 4))}
     if kind == "const":
-        return {"const": dice.choice(["fixed", 7, {"a": [1]}, "\"quoted\"\n"])}
+        return {"const": dice.choice(["fixed", 7, {"a": [1]}, '"quoted"\n'])}
     if kind == "pattern":
         return {"type": "string", "pattern": dice.choice(["^[a-c]{2,4}$", "^(yes|no)$", r"^\d{3}-\d{2}$"])}
     if kind == "array":
         low = dice.randint(0, 2)
-        return {"type": "array", "items": schema(dice, depth + 1), "minItems": low, "maxItems": low + dice.randint(0, 2)}
+        return {"type": "array", "items": schema(dice, depth + 1), "minItems": low, "maxItems": low + 1}
     if kind == "anyOf":
         return {"anyOf": [schema(dice, depth + 1) for _ in range(dice.randint(1, 3))]}
     fields = {f"{dice.choice('abcdef')}{number}": schema(dice, depth + 1) for number in range(dice.randint(1, 4))}

@@ -148,8 +148,12 @@ class Exchange:
             else:
                 part = {"text": self._echo(answer) + answer.text}
             logprobs = self._logprobs(answer) if answer.scores or answer.echoed is not None else None
+            choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
+            if finish_reason and "tool_calls" in part.get("delta", ()):  # clients take calls for whole at a later chunk
+                chunks.append(choice | {"finish_reason": None})
+                choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
             if not answer.begun or finish_reason or logprobs or part.get("delta", True):
-                chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason})
+                chunks.append(choice)
             answer.text, answer.scores, answer.echoed, answer.begun = "", [], None, True
             answer.sent = answer.over
         return chunks

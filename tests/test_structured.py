@@ -1,0 +1,492 @@
+"""Grammars of answers, tools and thoughts: in the scheduler, by OpenAI's client, in batches, and in Python."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+import torch
+from pydantic import BaseModel
+
+import zinfer
+from tests import structured
+from tests.command import probed
+from tests.command import zinfer as command
+from tests.serving import NAME, Server, serving
+from tests.test_continuous import LOAD, run, small
+from tests.test_drafts import drafting
+from tests.test_parity import load
+from tests.test_serve import served_plan
+from zinfer.core.model import ModelError
+from zinfer.core.request import Sampling
+from zinfer.engine.base import Engine
+from zinfer.engine.stream.engine import Stream
+from zinfer.generation import grammar, tokenizer_process
+from zinfer.generation.logit_edits import EditedRow, LogitEdits, edit
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.sequence import Sequence as Row
+from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job import structure
+from zinfer.job.openai import Refused, read_body
+from zinfer.job.structure import Call, Form, Parsed, form_of, parse
+from zinfer.worker.inline import InlineWorker
+
+Patch = pytest.MonkeyPatch
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Forecast.", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+FOREVER = {"type": "integer", "multipleOf": 99_999_989}  # takes minutes to compile
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return structured.save(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return load("stream", directory, "cpu", tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine: Engine) -> Tokenizer:
+    return Tokenizer(engine.plan.model)
+
+
+def by_schema(schema: dict[str, Any]) -> str:
+    return structure.grammar(structure.PLAIN, structure.json_schema(schema), (), False)
+
+
+def rows_of(grammars: Sequence[str], seed: int, **sampling: Any) -> list[Row]:
+    """Return rows with these grammars; "" is none."""
+    dice = random.Random(seed)
+    return [
+        Row(
+            [dice.randint(40, 600) for _ in range(dice.randint(1, 20))], 250 if text else 12,
+            Sampling(grammar=text, seed=str(key), **sampling), key=key, ignore_eos=not text,
+        )
+        for key, text in enumerate(grammars)
+    ]  # fmt: skip
+
+
+# Masks
+
+
+def test_a_mask_leaves_the_tokens_of_its_bits() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, 70)
+    allowed = [[0, 31, 32, 69], [5]]
+    masks = torch.zeros(2, 3, dtype=torch.int64)
+    for mask, tokens in zip(masks, allowed, strict=True):
+        for token in tokens:
+            mask[token // 32] |= 1 << token % 32
+    bits = torch.where(masks >= 1 << 31, masks - (1 << 32), masks).int()
+    asked = LogitEdits(Sampling(logit_bias=((31, 3.0),)), [1], [])
+    edited = edit(logits.clone(), [EditedRow(asked, mask=bits[0]), EditedRow(asked), EditedRow(asked, mask=bits[1])])
+    for row, tokens in zip((0, 2), allowed, strict=True):
+        assert edited[row].isfinite().nonzero()[:, 0].tolist() == tokens
+    assert edited[0, 31] == logits[0, 31] + 3
+    assert edited[1].isfinite().all()
+
+
+def check_schemas(
+    engine: Engine, tokenizer: Tokenizer, patch: Patch, count: int, at_once: int, **sampling: Any
+) -> dict[int, list[int]]:
+    """Let random schemas force answers, between rows without one; return the rows' tokens."""
+    small(patch)
+    dice = random.Random(5)
+    outputs, whole = {}, 0
+    for start in range(0, count, at_once):
+        schemas = [structured.schema(dice) for _ in range(at_once)]
+        texts = [text for schema in schemas for text in (by_schema(schema), "")][: 2 * at_once - 1]
+        rows = rows_of(texts, start, **sampling)
+        running = ContinuousScheduler(engine, tokenizer, LOAD)
+        run(running, [rows[: at_once // 2], rows[at_once // 2 :]])
+        for row, text in zip(rows, texts, strict=True):
+            assert row.error is None
+            outputs[start * 2 + row.key] = row.output_ids
+            if text and row.finish_reason == "stop":
+                jsonschema.validate(json.loads(row.text), schemas[row.key // 2])
+                whole += 1
+            elif text:
+                assert row.finish_reason == "length"
+    assert whole > 0.9 * count
+    return outputs
+
+
+def test_answers_to_random_schemas_validate(engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+    """Rows with a grammar and without run side by side; those without get the tokens that they get alone."""
+    together = check_schemas(engine, tokenizer, monkeypatch, 16, 8)
+    plain = [row for row in rows_of([text for _ in range(8) for text in ("x", "")][:15], 0) if not row.sampling.grammar]
+    run(ContinuousScheduler(engine, tokenizer, LOAD), [plain])
+    assert [together[row.key] for row in plain] == [row.output_ids for row in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}])
+def test_answers_to_two_hundred_schemas_validate(
+    sampling: dict[str, Any], engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch
+) -> None:
+    check_schemas(engine, tokenizer, monkeypatch, 200, 20, **sampling)
+
+
+def test_drafts_do_not_change_what_a_grammar_permits(engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+    """Drafts are right, wrong, or not permitted at all."""
+    small(monkeypatch)
+    dice = random.Random(2)
+    texts = [by_schema(structured.schema(dice)) if number % 3 else "" for number in range(9)]
+    alone = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of(texts, 1)])
+    assert all(row.error is None for row in alone)
+    expected = {row.key: (list(row.prompt_ids), [*row.output_ids, 0, 0]) for row in alone}
+    running = drafting(engine, monkeypatch, expected, 0.3)
+    running._tokenizer = tokenizer
+    running._grammars = grammar.Grammars(tokenizer, engine.plan.model.vocab_size)
+    drafted = run(running, [rows_of(texts, 1)])
+    assert {row.key: (row.output_ids, row.text) for row in drafted} == {
+        row.key: (row.output_ids, row.text) for row in alone
+    }
+    assert running.drafts.accepted > 50
+
+
+def test_a_row_goes_on_within_its_grammar_after_a_kill(engine: Engine, tokenizer: Tokenizer) -> None:
+    (whole,) = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of([by_schema(CITY)], 3)])
+    assert len(whole.output_ids) > 8
+    (again,) = rows_of([by_schema(CITY)], 3)
+    again.add(whole.output_ids[:5])
+    run(ContinuousScheduler(engine, tokenizer, LOAD), [[again]])
+    assert (again.text, again.finish_reason) == (whole.text, "stop")
+
+
+def test_a_wrong_grammar_ends_its_own_row_alone(engine: Engine, tokenizer: Tokenizer) -> None:
+    texts = [json.dumps({"grammars": [structure.regex("(")]}), by_schema(CITY), ""]
+    rows = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of(texts, 4)])
+    assert "unclosed group" in str(rows[0].error)
+    assert rows[0].error_code == "invalid_grammar"
+    assert [row.error for row in rows[1:]] == [None, None]
+    assert json.loads(rows[1].text)["city"] in ("Oslo", "Rome")
+
+
+def test_a_slow_mask_ends_its_own_row_alone(engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(grammar, "MASK_S", -1.0)
+    rows = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of([by_schema(CITY), ""], 4)])
+    assert "takes more than" in str(rows[0].error)
+    assert (rows[1].error, len(rows[1].output_ids)) == (None, 12)
+
+
+def test_a_row_dropped_while_it_compiles_is_gone(engine: Engine, tokenizer: Tokenizer) -> None:
+    running = ContinuousScheduler(engine, tokenizer, LOAD)
+    running.add(rows_of([by_schema(CITY), ""], 4))
+    running.drop([0])
+    while running.running:
+        assert all(row.key == 1 for row in running.step())
+    running.end()
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (structure.regex("(" * 5000), "regex"),
+        (structure.json_schema(FOREVER | {"multipleOf": 100_003}), "CPU time"),
+        (structure.json_schema({"type": "object", "frobnicate": 3, "if": {}}), "if"),
+        (structure.lark("start: a", "a: a"), "NoExtension"),
+        (structure.json_schema({"anyOf": []}), "nsatisfiable"),
+        (structure.ebnf("?"), "xpected"),
+    ],
+)
+def test_wrong_and_hostile_grammars_are_refused(
+    tokenizer: Tokenizer, monkeypatch: Patch, part: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(grammar, "COMPILE_S", 0.02)
+    vocabulary = grammar.Vocabulary(tokenizer.hf, len(tokenizer.hf), tokenizer.ends)
+    with pytest.raises(ModelError, match=why):
+        vocabulary.check(json.dumps({"grammars": [part]}))
+
+
+# Bodies
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_wrong_bodies_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} | fields
+    with pytest.raises(Refused) as refused:
+        read_body(body, True, form=Form("tags"))
+    assert (refused.value.param, refused.value.status) == (param, 400)
+
+
+def test_tools_need_a_known_form_and_grammars_their_package(monkeypatch: Patch) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    with pytest.raises(Refused, match="no form of calls"):
+        read_body(body, True)
+    assert read_body(body | {"tool_choice": "none"}, True).tools == ()
+    monkeypatch.setattr(grammar, "find_spec", lambda _: None)
+    assert read_body(body, True, form=Form("json")).tools == ("weather", "now")
+    with pytest.raises(Refused, match=r"tool_choice needs llguidance: pip install 'zinfer\[structured\]'"):
+        read_body(body | {"tool_choice": "required"}, True, form=Form("json"))
+
+
+# Answers
+
+
+NOW = Call("now", "{}")
+HARMONY = "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant"
+ANSWERS: dict[str, tuple[Form, str, Parsed]] = {
+    "plain": (Form(), "<think>no</think>", Parsed("", "<think>no</think>")),
+    "thought": (Form(thoughts=True), "<think>\nhm\n</think>\n\nyes", Parsed("hm", "yes")),
+    "begun": (Form(thoughts=True, think=7), "hm\n</think>\n\nyes ", Parsed("hm", "yes ")),
+    "unended": (Form(thoughts=True, think=7), "hm, <", Parsed("hm, <")),
+    "no thought": (Form(thoughts=True), "yes, a<b", Parsed("", "yes, a<b")),
+    "tags": (
+        Form("tags", True),
+        '<think>x</think>Let me see.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "weather", "arguments": {"city": "</tool_call>", "days": {"a": "é"}}}\n</tool_call>',
+        Parsed("x", "Let me see.", (NOW, Call("weather", '{"city": "</tool_call>", "days": {"a": "é"}}'))),
+    ),
+    "unknown": (
+        Form("tags"), '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        Parsed("", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'),
+    ),
+    "cut": (Form("tags"), 'a <tool_call>\n{"name": "no', Parsed("", 'a <tool_call>\n{"name": "no')),
+    "json": (Form("json"), ' {"name": "now", "parameters": {"a": 1}}\n', Parsed("", "", (Call("now", '{"a": 1}'),))),
+    "no call": (Form("json"), '{"name": "Ada"}', Parsed("", '{"name": "Ada"}')),
+    "text": (Form("json"), "It rains.", Parsed("", "It rains.")),
+    "harmony": (
+        Form("harmony", True), f"{HARMONY}<|channel|>final<|message|>It does.", Parsed("Rain?", "It does."),
+    ),
+    "harmony call": (
+        Form("harmony", True),
+        f"{HARMONY}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
+        Parsed("Rain?", "I look.", (Call("weather", '{"city": "Oslo"}'),)),
+    ),
+    "recipient first": (
+        Form("harmony", True), ' to=functions.now<|channel|>commentary json<|message|>{}', Parsed(calls=(NOW,)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
+    """Parts of every beginning are beginnings of the parts."""
+    form, text, expected = ANSWERS[name]
+    prompt = [5, 7, 9] if form.think else [5]
+    assert parse(text, form, ("now", "weather"), prompt, ended=True) == expected
+    told = Parsed()
+    for end in range(len(text) + 1):
+        parsed = parse(text[:end], form, ("now", "weather"), prompt, ended=False)
+        new = parsed.since(told)
+        assert (told.reasoning + new.reasoning, told.content + new.content, told.calls + new.calls) == parsed
+        told = parsed
+    assert expected.reasoning.startswith(told.reasoning)
+    assert expected.content.startswith(told.content)
+    assert expected.calls[: len(told.calls)] == told.calls
+    assert form.calls == "json" or expected.calls or "<tool_call>" in text or told != Parsed(), "it streams"
+
+
+def test_forms_are_seen_in_templates() -> None:
+    calls = {name: form_of(template, 9).calls for name, template in structured.TEMPLATES.items()}
+    assert calls == {"plain": "none", "tags": "tags", "json": "json", "harmony": "harmony", "thinks": "none"}
+    assert form_of(structured.TEMPLATES["thinks"], 9) == Form("none", True, 9)
+    assert form_of("<tool_call><function=f><parameter=a>", None).calls == "none"
+    assert form_of(None, None) == Form()
+
+
+# The server
+
+
+@pytest.fixture(scope="module", params=["plain", "tags", "json", "harmony", "thinks"])
+def form(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    plan = served_plan(structured.save(tmp_path_factory.mktemp(form), form))
+    worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
+    known = form_of(tokenizer.template.text, tokenizer.facts.think)
+    with serving(plan, lambda: worker, tokenizer=tokenizer, form=known) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected
+
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+HOW: dict[str, Any] = {"model": NAME, "messages": HI, "max_tokens": 90, "seed": 3}
+
+
+class Trip(BaseModel):
+    city: Literal["Oslo", "Rome"]
+    days: int
+    back: bool | None
+
+
+def without_thought(form: str) -> dict[str, Any]:
+    """Return a bias against thoughts, of which a random model finds no end."""
+    return {"logit_bias": {"3": -100}} if form == "harmony" else {}
+
+
+def test_the_client_parses_answers_by_a_model(client: openai.OpenAI, form: str) -> None:
+    if form in ("harmony", "thinks"):
+        pytest.skip("a random model thinks for ever")
+    trip = client.chat.completions.parse(response_format=Trip, **HOW).choices[0].message
+    assert isinstance(trip.parsed, Trip)
+    made = client.chat.completions.create(response_format={"type": "json_object"}, **HOW | {"max_tokens": 9})
+    assert (made.choices[0].message.content or "").lstrip().startswith("{")
+    for asked, texts in {
+        "choice": ["yes", "no é"],
+        "regex": r"[ab]{3}/\d",
+        "grammar": 'root ::= "x" [0-9] "y"',
+    }.items():
+        answer = client.chat.completions.create(extra_body={"structured_outputs": {asked: texts}}, n=2, **HOW)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            text = choice.message.content or ""
+            assert text in texts if asked == "choice" else len(text) == (5 if asked == "regex" else 3)
+    text = client.completions.create(
+        model=NAME, prompt=[5, 60], max_tokens=9, extra_body={"structured_outputs": {"choice": ["b", "c"]}}
+    )
+    assert text.choices[0].text in ("b", "c")
+
+
+def test_a_required_tool_is_called_whole_and_streamed(client: openai.OpenAI, form: str) -> None:
+    if form in ("plain", "thinks"):
+        with pytest.raises(openai.BadRequestError, match="no form of calls"):
+            client.chat.completions.create(tools=TOOLS, **HOW)
+        return
+    tools: Any = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    how = HOW | tools | without_thought(form)
+    choice = client.chat.completions.create(**how).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name, choice.message.content) == ("tool_calls", "weather", None)
+    jsonschema.validate(json.loads(call.function.arguments), CITY)
+    with client.chat.completions.stream(**how) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert [it.function.arguments for it in final.message.tool_calls] == [call.function.arguments]
+    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
+    any_of = client.chat.completions.create(**how | {"tool_choice": "required", "parallel_tool_calls": False})
+    if any_of.choices[0].finish_reason == "tool_calls":
+        assert len(any_of.choices[0].message.tool_calls) == 1
+    talk: list[Any] = [*HI, choice.message.model_dump(exclude_none=True)]
+    talk += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert client.chat.completions.create(**HOW | {"messages": talk, "tools": TOOLS}).choices
+
+
+def test_thoughts_are_told_apart(client: openai.OpenAI, form: str) -> None:
+    if form != "thinks":
+        pytest.skip("of models that think")
+    asked = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"open": True}}
+    whole = client.chat.completions.create(extra_body=asked, **HOW).choices[0]
+    pieces = [
+        event.choices[0].delta for event in client.chat.completions.create(extra_body=asked, stream=True, **HOW)
+    ]  # fmt: skip
+    assert "".join(getattr(it, "reasoning_content", None) or "" for it in pieces) == whole.message.reasoning_content
+    assert "".join(it.content or "" for it in pieces) == whole.message.content
+    assert whole.message.reasoning_content
+
+
+def test_a_hostile_schema_is_refused_while_others_go_on(
+    server: Server, client: openai.OpenAI, form: str, monkeypatch: Patch
+) -> None:
+    if form != "plain":
+        pytest.skip("once is enough")
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    stream = client.completions.create(
+        model=NAME, prompt="a", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
+    )
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": FOREVER}}
+    status, answer, _ = server.ask("/v1/chat/completions", HOW | {"response_format": wrong})
+    assert status == 400, answer
+    assert "CPU time" in answer["error"]["message"]
+    assert sum(1 for _ in stream) > 1
+    good = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    assert server.ask("/v1/chat/completions", HOW | {"response_format": good})[0] == 200
+    status, answer, _ = server.ask("/v1/completions", {"prompt": [5], "structured_outputs": {"regex": "("}})
+    assert (status, "unclosed group" in answer["error"]["message"]) == (400, True)
+
+
+def test_responses_are_said_not_to_be_there(server: Server) -> None:
+    status, answer, _ = server.ask("/v1/responses", {"input": "hi"})
+    assert (status, "/v1/chat/completions" in answer["error"]["message"]) == (404, True)
+
+
+# Other doors
+
+
+def test_run_batch_and_python_take_grammars(tmp_path: Path, monkeypatch: Patch) -> None:
+    directory = structured.save(tmp_path / "model", "tags")
+    probed(tmp_path)
+    words = ["-m", str(directory), "--offload", "cpu", "--dtype", "fp32"]
+    asked = ["--structured-outputs", json.dumps({"json": CITY}), "--output-len", "60"]
+    done = command(tmp_path, "run", *words, *asked, "--json", "-p", "hi", "-p", "there")
+    assert done.returncode == 0, done.stderr
+    for answer in json.loads(done.stdout):
+        jsonschema.validate(json.loads(answer["output_text"]), CITY)
+    wrong = command(tmp_path, "run", *words, "--structured-outputs", '{"regex": "("}', "-p", "hi")
+    assert (wrong.returncode, "unclosed group" in wrong.stderr) == (2, True)
+
+    bodies = [
+        {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
+        {"messages": HI, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"messages": HI, "structured_outputs": {"regex": "("}},
+    ]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body | {"max_tokens": 120}}
+        for number, body in enumerate(bodies)
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = command(tmp_path, "batch", "in.jsonl", "-o", "out.jsonl", *words)
+    assert done.returncode == 3, done.stderr
+    answers = {it["custom_id"]: it for it in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    messages = [answers[name]["response"]["body"]["choices"][0]["message"] for name in ("0", "1")]
+    jsonschema.validate(json.loads(messages[0]["content"]), CITY)
+    jsonschema.validate(json.loads(messages[1]["tool_calls"][0]["function"]["arguments"]), CITY)
+    assert "unclosed group" in answers["2"]["error"]["message"]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    monkeypatch.setattr("zinfer.plan.search.LARGEST_BATCH", 1 << 10)
+    with zinfer.LLM(directory, offload="cpu", dtype="float32") as llm:
+        params = zinfer.SamplingParams(structured_outputs={"choice": ["left", "right"]})
+        assert all(it.outputs[0].text in ("left", "right") for it in llm.generate(["a", "b"], params))
+        (told,) = llm.chat(HI, params, tools=TOOLS)
+        assert told.outputs[0].text in ("left", "right")
+        (untold,) = llm.chat(HI, params)
+        assert len(told.prompt_token_ids) > len(untold.prompt_token_ids)

@@ -86,7 +86,7 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
         (TEXTS, ALL | {"model": 7}, 400, "model", "a text"),
         (TEXTS, ALL | {"model": "other"}, 404, "model", "no model 'other'"),
         (CHATS, {"messages": []}, 400, "messages", "non-empty"),
-        (CHATS, {"messages": TALK, "tools": [{}]}, 400, "tools", "not supported"),
+        (CHATS, {"messages": TALK, "tools": [{}]}, 400, "tools", "a list of at most 128 functions"),
         (CHATS, {"messages": TALK, "top_logprobs": 2}, 400, "top_logprobs", "logprobs only"),
         (CHATS, {"messages": TALK, "echo": True}, 400, "echo", "not supported"),
         (CHATS, {"messages": TALK}, 400, "messages", "no prompt"),

@@ -356,7 +356,7 @@ class Trip(BaseModel):
 
 
 def without_thought(form: str) -> dict[str, Any]:
-    """Return a bias against thoughts, of which a random model finds no end."""
+    """Return a bias against thoughts, which a random model does not end."""
     return {"logit_bias": {"3": -100}} if form == "harmony" else {}
 
 

@@ -169,9 +169,9 @@ class LLM(Closing):
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as the model's chat template formats them, and `tools` for it.
+        """Answer one conversation or several, as the chat template formats them.
 
-        Calls of tools are part of the text, in the model's form.
+        Calls of `tools`, which are OpenAI's, are part of the text, in the model's form.
         """
         return self._answer(_conversations(messages), sampling_params, True, chat_template_kwargs, tools)
 

@@ -83,7 +83,7 @@ class Vocabulary:
         return matcher
 
     def check(self, grammar: str) -> None:
-        """Raise ModelError for a grammar that is wrong, permits nothing, or takes too long."""
+        """Raise ModelError for a grammar that is wrong or takes too long."""
         began = time.process_time()
         matcher = self.compile(grammar)
         empty = not any(matcher.compute_bitmask())
@@ -124,9 +124,9 @@ class Grammar:
         return self.compiled.done()
 
     def fill(self, rows: "Sequence[Tensor]", drafts: Sequence[int]) -> None:
-        """Write the next token's mask to the first of `rows`, int32 ``[W]``, those behind `drafts` to the others.
+        """Write masks of the next token and of those behind `drafts`.
 
-        Behind a draft that is not permitted masks stay as they are.
+        Each of `rows`, int32 ``[W]``, gets one. Behind a draft that is not permitted they stay as they are.
         """
         matcher, new = self.compiled.result(), self._output_ids[self._consumed :]
         if not matcher.consume_tokens(new):
@@ -148,17 +148,19 @@ class Grammar:
 
 
 class Grammars:
-    """Grammars of a batch's rows, and the threads that compile them and compute masks."""
+    """Grammars of a batch's rows, and their threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._vocabulary: Vocabulary | None = None
+        self.used = False  # True once a row had a grammar
         self._compiler = ThreadPoolExecutor(1, "grammar")
         self._threads = max(1, min(THREADS, usable_cpus() - 1))
         self._pool = ThreadPoolExecutor(self._threads, "mask")
 
     def add(self, grammar: str, prompt_ids: Sequence[int], output_ids: list[int]) -> Grammar:
         """Begin to compile a row's grammar."""
+        self.used = True
         return Grammar(self._compiler.submit(self._compile, grammar, prompt_ids), output_ids)
 
     def _compile(self, grammar: str, prompt_ids: Sequence[int]) -> Any:

@@ -539,8 +539,9 @@ class ContinuousScheduler:
         return touched
 
     def _begin_masks(self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]) -> "_Masks":
-        """Begin to compute masks of rows that get a token and have a grammar, beside the pass."""
-        choosing = [batch for batch, count in works if batch.length + count >= batch.width]
+        """Begin to compute the masks of a pass, beside it."""
+        chooses = self._grammars.used
+        choosing = [batch for batch, count in works if chooses and batch.length + count >= batch.width]
         rows = [row for batch in choosing for row in batch.living if row.sampling.grammar]
         counts = [1 + len(drafts.get(row.key, ())) for row in rows]
         bits = torch.full((sum(counts), -(-self.engine.plan.model.vocab_size // 32)), -1, dtype=torch.int32)

@@ -449,7 +449,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 def _with_grammar(prompt: Prompt, text: str) -> Prompt:
-    """Return a prompt with its answer's grammar, if there is any, which is tried where the prompt is read."""
+    """Return a prompt with its answer's grammar, to be tried with it."""
     if not text:
         return prompt
     if isinstance(prompt, dict):
@@ -467,8 +467,8 @@ def _chat(given: Mapping[str, Any], tools: Tools) -> Prompt:
         if effort not in _EFFORTS:
             raise Refused("invalid_value", f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
         settings = {"reasoning_effort": effort} | settings
-    more = {"template": settings, "tools": list(tools.given)}
-    return {"messages": messages, **more} if settings or tools.given else messages
+    more = ({"template": settings} if settings else {}) | ({"tools": list(tools.given)} if tools.given else {})
+    return {"messages": messages, **more} if more else messages
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -485,7 +485,9 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("invalid_value", "a message must be an object with a role", "messages")
     given = _effective(message, _MESSAGE, "a message")
-    calls = [_call(call) for call in given.get("tool_calls") or ()]
+    if not isinstance(calls := given.get("tool_calls", []), list):
+        raise Refused("invalid_type", "tool_calls of a message must be a list", "messages")
+    calls = [_call(call) for call in calls]
     content = given.get("content", "" if calls else None)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
@@ -496,7 +498,7 @@ def _message(message: Any) -> dict[str, Any]:
         text += part["text"]
     checked: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if name in given:
+        if given.get(name, "") != "":
             if not isinstance(given[name], str):
                 raise Refused("invalid_type", f"{name} of a message must be a text", "messages")
             checked[name] = _unicode(given[name], "messages")
@@ -551,13 +553,16 @@ def choice_object(
 
 
 def delta_object(new: Parsed, told: Parsed) -> dict[str, Any]:
-    """Return what is new of a streamed message, of which `told` was sent; a call is one delta, whole."""
+    """Return the new part of a streamed message after `told`.
+
+    A call is one delta, whole.
+    """
     content = {"content": new.content} if new.content else {}
     return content | _more(new, len(told.calls))
 
 
 def _more(answer: Parsed, first: int = 0) -> dict[str, Any]:
-    """Return the reasoning and the calls of a message, of which `first` is the number of the first."""
+    """Return reasoning and calls of a message, numbered from `first`."""
     calls = [
         {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
         for number, call in enumerate(answer.calls, first)

@@ -80,9 +80,9 @@ def ebnf(text: str) -> dict[str, Any]:
 
 
 def grammar(form: Form, answer: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """Return the grammar of a text that is an `answer`, a call of one of `tools`, or either; a thought may precede it.
+    """Return the grammar of an `answer`, a call of `tools`, or either.
 
-    The answer may have `several` calls, where the form has any. One at least of `answer` and `tools` is there.
+    A thought may precede it, and there may be `several` calls, where the form has any. `answer` or `tools` is there.
     """
     named = {} if answer is None else {"answer": answer}
     calls, rules = [], list[str]()
@@ -207,7 +207,7 @@ def _of_json(text: str, tools: Sequence[str], ended: bool) -> tuple[str, tuple[C
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON at `start`, None without any, and the position behind it."""
+    """Return the JSON at `start` or None, and the position behind it."""
     try:
         return _DECODER.raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip()))
     except (ValueError, RecursionError):

@@ -113,7 +113,13 @@ def check_schemas(
         texts = [text for schema in schemas for text in (by_schema(schema), "")][: 2 * at_once - 1]
         rows = rows_of(texts, start, **sampling)
         running = ContinuousScheduler(engine, tokenizer, LOAD)
-        run(running, [rows[: at_once // 2], rows[at_once // 2 :]])
+        for group in (rows[: at_once // 2], rows[at_once // 2 :]):
+            running.add(group)
+            for _ in range(4):
+                running.step()
+        while running.running:
+            running.step()
+        running.end()
         for row, text in zip(rows, texts, strict=True):
             assert row.error is None
             outputs[start * 2 + row.key] = row.output_ids
@@ -132,6 +138,18 @@ def test_answers_to_random_schemas_validate(engine: Engine, tokenizer: Tokenizer
     plain = [row for row in rows_of([text for _ in range(8) for text in ("x", "")][:15], 0) if not row.sampling.grammar]
     run(ContinuousScheduler(engine, tokenizer, LOAD), [plain])
     assert [together[row.key] for row in plain] == [row.output_ids for row in plain]
+
+
+@pytest.mark.gpu
+def test_a_gpu_masks_as_the_cpu_does() -> None:
+    logits, bits = torch.randn(5, 1000), torch.randint(-(1 << 31), 1 << 31, (5, 32)).int()
+    asked = LogitEdits(Sampling(), [1], [])
+    masked = [
+        edit(logits.to(device), [EditedRow(asked, mask=row) for row in bits.to(device)]).cpu()
+        for device in ("cpu", "cuda")
+    ]  # fmt: skip
+    assert torch.equal(*masked)
+    assert not masked[0].isfinite().all()
 
 
 @pytest.mark.slow

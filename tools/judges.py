@@ -1,4 +1,4 @@
-"""Judges that others made: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer (extra `judges`)."""
+"""Judges that others made, as clients of zinfer (extra `judges`): harness, LoadGen, LangChain and LiteLLM."""
 
 import array
 import json
@@ -9,27 +9,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from importlib.util import find_spec
+from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests import PATIENCE_S, environment
+from tests import PATIENCE_S, environment, structured
+from tests.serving import NAME, Server, serving
 from tests.smollm2 import make as make_smollm2
 from tests.test_parity import load
-from tests.test_serve import Reference
+from tests.test_serve import Reference, served_plan
 from tests.test_serve_command import process
 from zinfer.engine.base import Engine
+from zinfer.engine.stream.engine import Stream
 from zinfer.generation import sequence
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.structure import form_of
+from zinfer.worker.inline import InlineWorker
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -339,3 +347,55 @@ def test_loadgen_finds_its_offline_runs_valid(checkpoint: Checkpoints, tmp_path:
     seconds = int(summary["Max latency (ns)"]) / 1e9
     assert float(summary["Tokens per second"]) == pytest.approx(second.tokens / seconds, rel=0.01)
     engine.close()
+
+
+# LangChain and LiteLLM
+
+
+class Trip(BaseModel):
+    """A trip to plan."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Oslo", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+@pytest.fixture(scope="module", params=["tags", "json"])
+def structured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve a random model, whose answers only a grammar makes right, with tools in each form."""
+    plan = served_plan(structured.save(tmp_path_factory.mktemp(request.param), request.param))
+    worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
+    form = form_of(tokenizer.template.text, tokenizer.facts.think)
+    with serving(plan, lambda: worker, tokenizer=tokenizer, form=form) as server:
+        yield server
+
+
+def test_langchain_gets_objects_and_calls(structured_server: Server) -> None:
+    chat = pytest.importorskip("langchain_openai").ChatOpenAI(
+        base_url=structured_server.url, api_key="none", model=NAME, max_tokens=200, temperature=0, max_retries=0
+    )
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(chat.with_structured_output(Trip, method=method, strict=True).invoke("Where to?"), Trip)
+    bound = chat.bind_tools([Trip], tool_choice="Trip", strict=True)
+    answer = bound.invoke("Where to?")
+    assert Trip.model_validate(answer.tool_calls[0]["args"])
+    streamed = reduce(add, bound.stream("Where to?"))
+    assert streamed.tool_calls[0]["args"] == answer.tool_calls[0]["args"]
+    result = {"role": "tool", "content": "rain", "tool_call_id": answer.tool_calls[0]["id"]}
+    assert chat.bind_tools([Trip]).invoke([("human", "Where to?"), answer, result]).type == "ai"
+
+
+def test_litellm_gets_objects_and_calls(structured_server: Server) -> None:
+    litellm = pytest.importorskip("litellm")
+    tools = [{"type": "function", "function": {"name": "plan_trip", "parameters": Trip.model_json_schema()}}]
+    how = {"model": f"openai/{NAME}", "api_base": structured_server.url, "api_key": "none", "max_tokens": 200,
+           "seed": 1, "messages": [{"role": "user", "content": "Where to?"}]}  # fmt: skip
+    made = litellm.completion(**how, response_format=Trip).choices[0].message.content
+    assert Trip.model_validate_json(made)
+    asked = how | {"tools": tools, "tool_choice": "required"}
+    whole = litellm.completion(**asked).choices[0]
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True))).choices[0]
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    calls = [choice.message.tool_calls[0].function for choice in (whole, streamed)]
+    assert calls[0].name == calls[1].name == "plan_trip"
+    assert Trip.model_validate_json(calls[0].arguments) == Trip.model_validate_json(calls[1].arguments)

@@ -337,6 +337,8 @@ def test_forms_are_seen_in_templates() -> None:
     assert calls == {"plain": "none", "tags": "tags", "json": "json", "harmony": "harmony", "thinks": "none"}
     assert form_of(structured.TEMPLATES["thinks"], 9) == Form("none", True, 9)
     assert form_of("<tool_call><function=f><parameter=a>", None).calls == "none"
+    qwen = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}'
+    assert form_of(qwen, None).calls == "tags"
     assert form_of(None, None) == Form()
 
 

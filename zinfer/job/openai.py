@@ -437,7 +437,12 @@ def _tools(given: Mapping[str, Any], body: Mapping[str, Any], form: Form) -> Too
             "unsupported_parameter", "tools: the model's chat template has no form of calls that is known", "tools"
         )
     several = body.get("parallel_tool_calls") is not False and name is None
+    whole = ({"description": "", "parameters": _NO_PARAMETERS} | tool["function"] for tool in tools)  # for templates
+    tools = [{"type": "function", "function": function} for function in whole]
     return Tools(tuple(tools), (name,) if name else names, bool(name) or wanted == "required", several)
+
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def _is_tool(tool: Any) -> bool:

@@ -43,7 +43,7 @@ def form_of(template: str | None, think: int | None) -> Form:
         return Form("harmony", True)
     calls: Literal["none", "tags", "json"] = "none"
     plain = text.replace("\\", "")
-    if _TAG in text and '"arguments"' in plain and not re.search("<function|<arg_key>|<parameter", text):
+    if _TAG in text and '"arguments"' in plain and not re.search("<function[= ]|<arg_key>|<parameter[= ]", text):
         calls = "tags"
     elif '"parameters": dictionary of argument name' in plain:
         calls = "json"

@@ -203,6 +203,25 @@ def test_a_slow_mask_ends_its_own_row_alone(engine: Engine, tokenizer: Tokenizer
     assert (rows[1].error, len(rows[1].output_ids)) == (None, 12)
 
 
+def test_a_panic_of_the_library_ends_its_own_row_alone(
+    engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    fill = grammar.Grammar.fill
+
+    def panicking(it: grammar.Grammar, *how: Any) -> None:
+        if it._consumed > 2 and len(it._output_ids) % 2:
+            raise Panic("out of range")
+        fill(it, *how)
+
+    monkeypatch.setattr(grammar.Grammar, "fill", panicking)
+    rows = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of([by_schema(CITY), ""], 4)])
+    assert "out of range" in str(rows[0].error)
+    assert (rows[1].error, len(rows[1].output_ids)) == (None, 12)
+
+
 def test_a_row_dropped_while_it_compiles_is_gone(engine: Engine, tokenizer: Tokenizer) -> None:
     running = ContinuousScheduler(engine, tokenizer, LOAD)
     running.add(rows_of([by_schema(CITY), ""], 4))

@@ -392,7 +392,7 @@ def test_litellm_gets_objects_and_calls(structured_server: Server) -> None:
            "seed": 1, "messages": [{"role": "user", "content": "Where to?"}]}  # fmt: skip
     made = litellm.completion(**how, response_format=Trip).choices[0].message.content
     assert Trip.model_validate_json(made)
-    asked = how | {"tools": tools, "tool_choice": "required"}
+    asked = how | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     whole = litellm.completion(**asked).choices[0]
     streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True))).choices[0]
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"

@@ -24,7 +24,7 @@ THINK = "<think>"
 MARKS = ("<tool_call>", "</tool_call>")  # each a token of some models, which the text in a grammar does not permit
 COMPILE_S = 0.5  # CPU time of a grammar and its first mask; 0.01 s are usual
 MASK_S = 0.25  # CPU time of a later mask; 0.2 ms on average, and 9 ms at most, with 49,152 and 151,936 tokens
-THREADS = 4  # that compute masks, a core or less each
+THREADS = 4  # that compute masks, one less than there are cores
 LIMITS = {
     "max_lexer_states": 10_000,  # 2 kB each
     "max_grammar_size": 50_000,
@@ -175,4 +175,7 @@ class Grammars:
 
 def _fill(part: "Sequence[tuple[Grammar, Sequence[Tensor], Sequence[int]]]") -> None:
     for grammar, rows, drafts in part:
-        grammar.fill(rows, drafts)
+        try:
+            grammar.fill(rows, drafts)
+        except BaseException as error:  # a panic of compiled code is no Exception, and is this row's alone
+            grammar.error = str(_wrong(error))

@@ -405,7 +405,7 @@ def _structured(asked: Any) -> list[dict[str, Any]]:
         ((kind, value),) = given.items()
         if kind == "json":
             schema = parse_json(value.encode(), "json") if isinstance(value, str) else value
-            return [structure.json_schema(dict(schema.items()))]
+            return [structure.json_schema({**schema})]
         if kind == "json_object" and value is True:
             return [structure.json_schema({"type": "object"})]
         if kind == "choice" and value and all(isinstance(text, str) for text in value):
@@ -548,13 +548,18 @@ def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str
 def choice_object(
     index: int, chat: bool, answer: Parsed, finish_reason: str, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return one answer; `finish_reason` is ``stop`` or ``length``, and ``tool_calls`` with calls."""
+    """Return one answer; `finish_reason` is ``stop`` or ``length``."""
     message = {"role": "assistant", "content": answer.content or (None if answer.calls else ""), **_more(answer)}
     content = {"message": message} if chat else {"text": answer.content}
     return {
         "index": index, **content, "logprobs": logprobs,
-        "finish_reason": "tool_calls" if answer.calls else finish_reason,
+        "finish_reason": finish_of(finish_reason, answer),
     }  # fmt: skip
+
+
+def finish_of(finish_reason: str, answer: Parsed) -> str:
+    """Return the reason why an answer ended, which may have calls."""
+    return "tool_calls" if answer.calls and finish_reason == "stop" else finish_reason
 
 
 def delta_object(new: Parsed, told: Parsed) -> dict[str, Any]:

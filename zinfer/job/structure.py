@@ -15,7 +15,6 @@ from zinfer.generation.grammar import THINK, thinks
 
 MAX_GRAMMAR = 1 << 16  # characters of a grammar, tools included
 MAX_TOOLS = 128
-MAX_NAME = 64
 _SPACE = r"( |\n {0,32})?"  # between tokens of JSON; without a bound a model may go on for ever
 _JSON = {"whitespace_pattern": _SPACE}
 _END = "</think>"
@@ -53,9 +52,9 @@ def form_of(template: str | None, think: int | None) -> Form:
 # Grammars
 
 
-def json_schema(schema: Any) -> dict[str, Any]:
+def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the grammar of JSON by a schema."""
-    return {"json_schema": (schema if isinstance(schema, dict) else {"const": []}) | {"x-guidance": _JSON}}
+    return {"json_schema": {**schema, "x-guidance": _JSON}}
 
 
 def lark(*rules: str) -> dict[str, Any]:

@@ -137,13 +137,13 @@ class Exchange:
             update = answer.text or answer.scores or answer.finish_reason or not answer.begun
             if answer.sent or not update or (answer.failure is not None and not answer.text):
                 continue
-            finish_reason = answer.finish_reason
+            finish_reason: str | None = answer.finish_reason
             if self.asked.chat:
                 answer.whole += answer.text
                 parsed = self.asked.parse(answer.whole, answer.prompt_ids, ended=answer.over)
                 delta = openai.delta_object(parsed.since(answer.told), answer.told)
                 answer.told = parsed
-                finish_reason = "tool_calls" if finish_reason and parsed.calls else finish_reason
+                finish_reason = finish_reason and openai.finish_of(finish_reason, parsed)
                 part: dict[str, Any] = {"delta": ({} if answer.begun else {"role": "assistant", "content": ""}) | delta}
             else:
                 part = {"text": self._echo(answer) + answer.text}

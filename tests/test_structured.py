@@ -263,6 +263,7 @@ def test_wrong_and_hostile_grammars_are_refused(
         ({"structured_outputs": {"regex": 3}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens"),

@@ -362,7 +362,7 @@ class Trip(BaseModel):
 
 @pytest.fixture(scope="module", params=["tags", "json"])
 def structured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve a random model, whose answers only a grammar makes right, with tools in each form."""
+    """Serve a random model, whose answers only a grammar makes right."""
     plan = served_plan(structured.save(tmp_path_factory.mktemp(request.param), request.param))
     worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
     form = form_of(tokenizer.template.text, tokenizer.facts.think)

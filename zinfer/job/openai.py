@@ -70,7 +70,6 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {"add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
            "include_reasoning": (True,)},
     "stream_options": {"include_obfuscation": _ANY, "include_usage": (False,), "continuous_usage_stats": (False,)},
-    "a tool": {"strict": _ANY},
     "a message": {"annotations": _ANY, "cache_control": _ANY, "prefix": (False,)},
     "a part of a message": {"annotations": _ANY, "cache_control": _ANY, "prompt_cache_breakpoint": _ANY},
 }  # fmt: skip
@@ -408,7 +407,7 @@ def _structured(asked: Any) -> list[dict[str, Any]]:
             return [structure.json_schema({**schema})]
         if kind == "json_object" and value is True:
             return [structure.json_schema({"type": "object"})]
-        if kind == "choice" and value and all(isinstance(text, str) for text in value):
+        if kind == "choice" and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
             return [structure.choice(value)]
         return [structure.regex(value) if kind == "regex" else {"grammar": structure.ebnf}[kind](value)]
     except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
@@ -424,12 +423,13 @@ def _tools(given: Mapping[str, Any], body: Mapping[str, Any], form: Form) -> Too
     if not isinstance(tools, list) or len(tools) > structure.MAX_TOOLS or not all(map(_is_tool, tools)):
         why = f"tools must be a list of at most {structure.MAX_TOOLS} functions, each with a name and parameters"
         raise Refused("invalid_value", why, "tools")
-    names = tuple(tool["function"]["name"] for tool in tools)
     if name is None and wanted not in ("none", "auto", "required"):
         why = "tool_choice must be none, auto, required, or a function's type and name"
         raise Refused("invalid_value", why, "tool_choice")
-    if (name or wanted == "required") and (name or "") not in (*names, *([""] if names and not name else [])):
-        raise Refused("invalid_value", f"tool_choice: there is no tool {name or ''!r}", "tool_choice")
+    every = [tool["function"]["name"] for tool in tools]
+    names = tuple(each for each in every if name in (None, each))
+    if not names and (name is not None or wanted == "required"):
+        raise Refused("invalid_value", f"tool_choice: there is no tool {str(name or '')[:64]!r}", "tool_choice")
     if not tools or wanted == "none":
         return NO_TOOLS
     if form.calls == "none":
@@ -437,12 +437,13 @@ def _tools(given: Mapping[str, Any], body: Mapping[str, Any], form: Form) -> Too
             "unsupported_parameter", "tools: the model's chat template has no form of calls that is known", "tools"
         )
     several = body.get("parallel_tool_calls") is not False and name is None
-    whole = ({"description": "", "parameters": _NO_PARAMETERS} | tool["function"] for tool in tools)  # for templates
-    tools = [{"type": "function", "function": function} for function in whole]
-    return Tools(tuple(tools), (name,) if name else names, bool(name) or wanted == "required", several)
+    functions = [{key: value for key, value in tool["function"].items() if value is not None} for tool in tools]
+    for_template = tuple({"type": "function", "function": _FUNCTION | function} for function in functions)
+    return Tools(for_template, names, name is not None or wanted == "required", several)
 
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# Fields that templates want, and clients leave out.
+_FUNCTION: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 def _is_tool(tool: Any) -> bool:

@@ -93,6 +93,35 @@ def test_a_gpu_edits_and_draws_as_the_cpu_does() -> None:
     assert chosen[0] == chosen[1] == chosen[2] == chosen[3]
 
 
+@pytest.mark.gpu
+def test_a_gpu_masks_as_the_cpu_does() -> None:
+    logits, bits = torch.randn(5, 1000), torch.randint(-(1 << 31), 1 << 31, (5, 32)).int()
+    asked = LogitEdits(Sampling(), [1], [])
+    masked = [
+        edit(logits.to(device), [EditedRow(asked, mask=row) for row in bits.to(device)]).cpu()
+        for device in ("cpu", "cuda")
+    ]  # fmt: skip
+    assert torch.equal(*masked)
+    assert not masked[0].isfinite().all()
+
+
+def test_a_mask_leaves_the_tokens_of_its_bits() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, 70)
+    allowed = [[0, 31, 32, 69], [5]]
+    masks = torch.zeros(2, 3, dtype=torch.int64)
+    for mask, tokens in zip(masks, allowed, strict=True):
+        for token in tokens:
+            mask[token // 32] |= 1 << token % 32
+    bits = torch.where(masks >= 1 << 31, masks - (1 << 32), masks).int()
+    asked = LogitEdits(Sampling(logit_bias=((31, 3.0),)), [1], [])
+    edited = edit(logits.clone(), [EditedRow(asked, mask=bits[0]), EditedRow(asked), EditedRow(asked, mask=bits[1])])
+    for row, tokens in zip((0, 2), allowed, strict=True):
+        assert edited[row].isfinite().nonzero()[:, 0].tolist() == tokens
+    assert edited[0, 31] == logits[0, 31] + 3
+    assert edited[1].isfinite().all()
+
+
 def test_rows_with_different_edits_do_not_touch_each_other() -> None:
     rows, kinds = histories(28), [Sampling(**fields) for fields in EDITED.values()]
     logits = 4 * torch.randn(28, SIZE, generator=torch.Generator().manual_seed(3))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
-import torch
 from pydantic import BaseModel
 
 import zinfer
@@ -26,7 +25,6 @@ from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
 from zinfer.engine.stream.engine import Stream
 from zinfer.generation import grammar, tokenizer_process
-from zinfer.generation.logit_edits import EditedRow, LogitEdits, edit
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 from zinfer.generation.tokenizer import Tokenizer
@@ -81,24 +79,7 @@ def rows_of(grammars: Sequence[str], seed: int, **sampling: Any) -> list[Row]:
     ]  # fmt: skip
 
 
-# Masks
-
-
-def test_a_mask_leaves_the_tokens_of_its_bits() -> None:
-    torch.manual_seed(1)
-    logits = torch.randn(3, 70)
-    allowed = [[0, 31, 32, 69], [5]]
-    masks = torch.zeros(2, 3, dtype=torch.int64)
-    for mask, tokens in zip(masks, allowed, strict=True):
-        for token in tokens:
-            mask[token // 32] |= 1 << token % 32
-    bits = torch.where(masks >= 1 << 31, masks - (1 << 32), masks).int()
-    asked = LogitEdits(Sampling(logit_bias=((31, 3.0),)), [1], [])
-    edited = edit(logits.clone(), [EditedRow(asked, mask=bits[0]), EditedRow(asked), EditedRow(asked, mask=bits[1])])
-    for row, tokens in zip((0, 2), allowed, strict=True):
-        assert edited[row].isfinite().nonzero()[:, 0].tolist() == tokens
-    assert edited[0, 31] == logits[0, 31] + 3
-    assert edited[1].isfinite().all()
+# Rows under way
 
 
 def check_schemas(
@@ -138,18 +119,6 @@ def test_answers_to_random_schemas_validate(engine: Engine, tokenizer: Tokenizer
     plain = [row for row in rows_of([text for _ in range(8) for text in ("x", "")][:15], 0) if not row.sampling.grammar]
     run(ContinuousScheduler(engine, tokenizer, LOAD), [plain])
     assert [together[row.key] for row in plain] == [row.output_ids for row in plain]
-
-
-@pytest.mark.gpu
-def test_a_gpu_masks_as_the_cpu_does() -> None:
-    logits, bits = torch.randn(5, 1000), torch.randint(-(1 << 31), 1 << 31, (5, 32)).int()
-    asked = LogitEdits(Sampling(), [1], [])
-    masked = [
-        edit(logits.to(device), [EditedRow(asked, mask=row) for row in bits.to(device)]).cpu()
-        for device in ("cpu", "cuda")
-    ]  # fmt: skip
-    assert torch.equal(*masked)
-    assert not masked[0].isfinite().all()
 
 
 @pytest.mark.slow
@@ -530,6 +499,6 @@ def test_run_batch_and_python_take_grammars(tmp_path: Path, monkeypatch: Patch) 
         params = zinfer.SamplingParams(structured_outputs={"choice": ["left", "right"]})
         assert all(it.outputs[0].text in ("left", "right") for it in llm.generate(["a", "b"], params))
         (told,) = llm.chat(HI, params, tools=TOOLS)
-        assert told.outputs[0].text in ("left", "right")
+        assert told.outputs[0].text.startswith(("left", "right", "<tool_call>"))
         (untold,) = llm.chat(HI, params)
         assert len(told.prompt_token_ids) > len(untold.prompt_token_ids)

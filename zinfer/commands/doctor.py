@@ -25,6 +25,7 @@ PACKAGES = {
     **dict.fromkeys(("torch", "transformers", "accelerate", "deepspeed", "safetensors", "huggingface_hub"), "engines"),
     "humming-kernels": "kernels",
     **dict.fromkeys(("fastapi", "uvicorn", "prometheus-client"), "serve"),
+    "llguidance": "structured",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }

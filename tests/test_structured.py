@@ -15,6 +15,7 @@ import zinfer
 from tests import structured
 from tests.command import probed
 from tests.command import zinfer as command
+from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.test_continuous import LOAD, run, small
 from tests.test_drafts import drafting
@@ -32,7 +33,6 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job import structure
 from zinfer.job.openai import Refused, read_body
 from zinfer.job.structure import Call, Form, Parsed, form_of, parse
-from zinfer.worker.inline import InlineWorker
 
 Patch = pytest.MonkeyPatch
 CITY = {

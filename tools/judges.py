@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests import PATIENCE_S, environment, structured
+from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.smollm2 import make as make_smollm2
 from tests.test_parity import load
@@ -37,7 +38,6 @@ from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.structure import form_of
-from zinfer.worker.inline import InlineWorker
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow

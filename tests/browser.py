@@ -54,20 +54,24 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
-    def open(self, path: Path, width: int = 1280, scheme: str = "light") -> Seen:
-        """Load a file at a width in CSS pixels. The colour scheme is ``light`` or ``dark``."""
+    def open(self, page: Path | str, width: int = 1280, scheme: str = "light") -> Seen:
+        """Load a file or an address at a width in CSS pixels. The colour scheme is ``light`` or ``dark``."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self._happened("Page.loadEventFired"):
             self._receive()
         self.send("Runtime.evaluate", expression="0")  # its answer comes after all events of the load
+        requests = [event["params"]["request"]["url"] for event in self._happened("Network.requestWillBeSent")]
+        return Seen(self.errors, tuple(requests), self)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Errors of the page since it was opened."""
         errors = [str(event["params"]["entry"]["text"]) for event in self._happened("Log.entryAdded")]
         errors += [str(event["params"]) for event in self._happened("Runtime.exceptionThrown")]
-        errors += [str(event["params"]) for event in self._happened("Runtime.consoleAPICalled")]
-        requests = [event["params"]["request"]["url"] for event in self._happened("Network.requestWillBeSent")]
-        return Seen(tuple(errors), tuple(requests), self)
+        return (*errors, *(str(event["params"]) for event in self._happened("Runtime.consoleAPICalled")))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method and wait for its answer."""

@@ -3,17 +3,20 @@ paper."""
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests import invoke, mentions
+from tests import invoke, mentions, wait
 from tests.browser import CHROMIUM, Browser, browsing
 from tests.grid import covering
-from tests.results import case, point, sweep
+from tests.live import live
+from tests.results import case, kept_point, point, reuse_run, sweep
 from tests.test_report import WHOLE, store
+from zinfer.record import study
 from zinfer.record.measurement import Measurement
 
 pytestmark = pytest.mark.long
@@ -117,6 +120,27 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     store(results / "a.jsonl", made[request.param], WHOLE)
     assert invoke("report", results, "-o", folder / "report.html").exit_code == 0
     return folder / "report.html"
+
+
+def test_a_live_page_fills_while_points_are_appended(browser: Browser, tmp_path: Path) -> None:
+    words = "document.querySelector('main').innerText"
+    with live(tmp_path, "results") as (address, process):
+        seen = browser.open(address)
+        assert "Nothing to show yet" in seen.ask("document.body.innerText")
+        first = [measured for measured in sweep() if measured.case.offload == "none"]
+        store(tmp_path / "results" / "a.jsonl", first)
+        study.append(tmp_path / "results" / "reuse.jsonl", reuse_run(kept_point(64, 1, 2)))
+        wait(lambda: "no alternative measured" in seen.ask(words))
+        seen.ask(f"{OPEN}; scrollTo(0, 300)")
+        store(tmp_path / "results" / "a.jsonl", [measured for measured in sweep() if measured not in first])
+        wait(lambda: "fastest of 5 configurations" in seen.ask(words))
+        assert seen.ask("scrollY") == 300
+        assert seen.ask("[...document.querySelectorAll('details')].map(one => one.open)") == [True]
+        assert seen.ask("[...document.images].map(one => one.complete && one.naturalWidth > 0)") == [True]
+        assert browser.errors == ()
+        process.send_signal(signal.SIGINT)
+        wait(lambda: "has ended" in seen.ask("document.body.innerText"))
+        assert "fastest of 5 configurations" in seen.ask(words), "the last page stays"
 
 
 @pytest.mark.parametrize(("width", "scheme"), covering(WIDTHS, ["light", "dark"]))

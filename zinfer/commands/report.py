@@ -1,8 +1,11 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
+import gc
+import os
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import click
 
@@ -11,16 +14,18 @@ from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import PATH, option, price
-from zinfer.commands.out import write
+from zinfer.commands.out import say, write
 from zinfer.commands.results import Chosen, choose, results_options
 from zinfer.commands.verb import Verb
-from zinfer.core.errors import NOTHING
+from zinfer.core.errors import ENVIRONMENT, NOTHING, ZinferError
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.measurement import Recorded
-from zinfer.record.store import Records
+from zinfer.record.store import Records, files
 from zinfer.report import contents, page
+from zinfer.report.document import Document
 from zinfer.report.findings import Findings, WorkloadFindings
+from zinfer.report.live import LiveServer
 from zinfer.system import machines
 
 
@@ -29,7 +34,17 @@ from zinfer.system import machines
 @option("-o --output", PATH, "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]")
 @option("-m --model", str, "Report only this model.")
 @price
-def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **more: Any) -> None:
+@option("--serve", bool, "Show the page in a browser on this machine instead; it fills while a sweep runs.")
+@option("--port", click.IntRange(0, 65535), "Port of --serve; 0 is any that is free.  [default: 8001]")
+def command(
+    results: Path | None,
+    machine: str | None,
+    output: Path | None,
+    model: str | None,
+    serve: bool,
+    port: int | None,
+    **more: Any,
+) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
     the decision and its risks, then the results, predictions and evidence behind it.
 
@@ -38,18 +53,55 @@ def command(results: Path | None, machine: str | None, output: Path | None, mode
     if output is not None and output.suffix != ".html":
         raise click.BadParameter(f"{str(output)!r}: the report is HTML, name a file .html", param_hint="--output")
     chosen = choose(results, machine)
+    if serve:
+        if output is not None:
+            raise click.UsageError("--serve writes no file: leave out --output")
+        _serve(chosen, model, 8001 if port is None else port, more)
+    if port is not None:
+        raise click.UsageError("--port is of --serve")
     findings = _findings(chosen, model)
-    if not (findings.workloads or findings.studies or findings.requests):
-        lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
-        other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
-        raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
     output = output or Path("plots") / _folder(findings) / "report.html"
     document = contents.document(findings._replace(**more))
     write(output, page.html(document))
     click.echo(output)
 
 
+def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -> NoReturn:
+    """Serve the report until a signal. Raises Failure if the port is taken."""
+
+    def made() -> str:
+        gc.collect()  # figures are cycles, and `Chosen.read` exempts what is left of the last ones from collection
+        try:
+            document = contents.document(_findings(chosen, model)._replace(**more))
+        except (Failure, ZinferError) as error:
+            document = Document("Capacity report", f"Nothing to show yet: {error}. This page looks by itself.", ())
+        return page.html(document, live=True)
+
+    try:
+        server = LiveServer(port)
+    except OSError as error:
+        why = f"{error.strerror or error}: --port 0 takes any that is free"
+        raise Failure(f"--port {port}: {why}", ENVIRONMENT) from None
+    os.nice(19)  # what is measured goes first
+    say(f"the report is at {server.address}, until ctrl-C")
+    server.run(made, lambda: _state(chosen))
+
+
+def _state(chosen: Chosen) -> set[tuple[Path, int, int]]:
+    """Return the files that a report is made from, with their sizes and times."""
+    read = {file for root in chosen.roots() for file in files(root)}
+    folders = {*(file.parent for file in read), *filter(Path.is_dir, chosen.roots())}
+    state = set()
+    for file in read.union(*(folder.glob("*.json*") for folder in folders)):
+        with suppress(OSError):
+            stat = file.stat()
+            state.add((file, stat.st_size, stat.st_ctime_ns))
+    return state
+
+
 def _findings(chosen: Chosen, model: str | None) -> Findings:
+    """Return what a report is made from. Raises Failure if that is nothing."""
+
     def wanted(point: Recorded) -> bool:
         return model is None or is_wanted(model, point.case.model)
 
@@ -70,12 +122,17 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
     all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
     faults = [fault for read in studies for fault in read.damaged]
-    return Findings(
+    findings = Findings(
         tuple(workloads),
         tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*faults, *every.damaged)),
         studies=latest(run for run in all_runs if is_wanted(model, run.case.model if run.case else run.model)),
         requests=every.requests,
     )
+    if not (findings.workloads or findings.studies or findings.requests):
+        lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
+        other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
+        raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
+    return findings
 
 
 def _folder(findings: Findings) -> str:

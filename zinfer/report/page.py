@@ -1,4 +1,4 @@
-"""HTML page of a document in one file, without scripts.
+"""HTML page of a document in one file, without scripts but for that of a live page.
 
 Every text is escaped where it is written, and the page's own policy forbids to load or run whatever slipped through.
 """
@@ -6,6 +6,7 @@ Every text is escaped where it is written, and the page's own policy forbids to 
 import re
 from base64 import b64encode
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -15,9 +16,12 @@ from zinfer.report.document import Document
 from zinfer.system.printable import printable
 
 
-def html(document: Document) -> str:
-    """Return the page with its style and figures, without invisible characters."""
-    return printable(_template().render(document=document, style=Markup(_file("page.css"))))
+def html(document: Document, live: bool = False) -> str:
+    """Return the page with its style and figures, without invisible characters. A `live` one asks for its successor."""
+    script = Markup(_file("page.js")) if live else ""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    style = Markup(_file("page.css"))
+    return printable(_template().render(document=document, style=style, script=script, digest=digest))
 
 
 def image(svg: str) -> str:

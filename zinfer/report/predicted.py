@@ -6,6 +6,7 @@ so and is named so.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from statistics import median
 
 from zinfer.analysis import calibrate, rates
@@ -95,7 +96,7 @@ def _elsewhere(winners: Winners) -> Iterator[Block]:
         if case.model in seen or case.engine not in shipped() or spec is None or workload.machine is None:
             continue
         seen.add(case.model)
-        ways = [_ways(case, spec, machine) for machine in (workload.machine, *map(load_machine, MACHINES))]
+        ways = [_ways(case, spec, workload.machine), *(_ways_there(case, machine) for machine in MACHINES)]
         plans = [max(plans, key=lambda plan: (plan.output_tok_s or 0.0) if plan.holds else -1.0) for plans in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.holds and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
@@ -111,6 +112,13 @@ def _elsewhere(winners: Winners) -> Iterator[Block]:
         if base is not None:
             lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
         yield Items(tuple(lines))
+
+
+@cache  # most of the time of a report, and the same in the next one of a live page
+def _ways_there(case: Case, machine: str) -> list[Plan]:
+    spec = shape(case)
+    assert spec is not None
+    return _ways(case, spec, load_machine(machine))
 
 
 def _ways(case: Case, spec: ModelSpec, machine: Machine) -> list[Plan]:

@@ -25,7 +25,7 @@ GROUPS = {
         "sweep": "Measure batch sizes, offloads and engines; keep every point.",
         "plot": "Draw the figures of the results.",
         "best": "Name the best configuration and the command that runs it.",
-        "report": "Write the results as an HTML page, or as Markdown.",
+        "report": "Write the results as an HTML page, or serve it while it fills.",
         "plan": "Predict what fits where and how fast it can be, without running.",
     },
     "Run a model": {

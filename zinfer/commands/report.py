@@ -34,15 +34,15 @@ from zinfer.system import machines
 @option("-o --output", PATH, "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]")
 @option("-m --model", str, "Report only this model.")
 @price
-@option("--serve", bool, "Show the page in a browser on this machine instead; it fills while a sweep runs.")
-@option("--port", click.IntRange(0, 65535), "Port of --serve; 0 is any that is free.  [default: 8001]")
+@option("--serve", bool, "Serve the page to browsers of this machine instead; it fills while a sweep runs.")
+@option("--port", click.IntRange(0, 65535), "Port of --serve; 0 is any that is free.", default=8001)
 def command(
     results: Path | None,
     machine: str | None,
     output: Path | None,
     model: str | None,
     serve: bool,
-    port: int | None,
+    port: int,
     **more: Any,
 ) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
@@ -56,13 +56,10 @@ def command(
     if serve:
         if output is not None:
             raise click.UsageError("--serve writes no file: leave out --output")
-        _serve(chosen, model, 8001 if port is None else port, more)
-    if port is not None:
-        raise click.UsageError("--port is of --serve")
+        _serve(chosen, model, port, more)
     findings = _findings(chosen, model)
     output = output or Path("plots") / _folder(findings) / "report.html"
-    document = contents.document(findings._replace(**more))
-    write(output, page.html(document))
+    write(output, page.html(contents.document(findings._replace(**more))))
     click.echo(output)
 
 
@@ -74,21 +71,23 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         try:
             document = contents.document(_findings(chosen, model)._replace(**more))
         except (Failure, ZinferError) as error:
-            document = Document("Capacity report", f"Nothing to show yet: {error}. This page looks by itself.", ())
+            document = Document(
+                "Capacity report", f"Nothing to show yet: {error}. This page looks again by itself.", ()
+            )
         return page.html(document, live=True)
 
     try:
         server = LiveServer(port)
     except OSError as error:
-        why = f"{error.strerror or error}: --port 0 takes any that is free"
-        raise Failure(f"--port {port}: {why}", ENVIRONMENT) from None
+        why = f"--port {port}: {error.strerror}; --port 0 takes any that is free"
+        raise Failure(why, ENVIRONMENT) from None
     os.nice(19)  # what is measured goes first
     say(f"the report is at {server.address}, until ctrl-C")
     server.run(made, lambda: _state(chosen))
 
 
 def _state(chosen: Chosen) -> set[tuple[Path, int, int]]:
-    """Return the files that a report is made from, with their sizes and times."""
+    """Return the files of a report, with their sizes and times."""
     read = {file for root in chosen.roots() for file in files(root)}
     folders = {*(file.parent for file in read), *filter(Path.is_dir, chosen.roots())}
     state = set()

@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -205,7 +206,7 @@ def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard:
     expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     with Store.open(path) as store, Watch() as watch:
-        watch.message(f"results: {path}\n{expected}")
+        watch.message(f"results: {path}\n{expected}\nlive: zinfer report --serve {quote(str(path))}")
         store.append(header)
         try:
             outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)

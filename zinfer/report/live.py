@@ -54,10 +54,9 @@ class LiveServer(ThreadingTCPServer):
         self.asked = Event()
 
     def run(self, make: Callable[[], str], state: Callable[[], object], share: float = SHARE) -> NoReturn:
-        """Answer with the page of `make`, made again when somebody asks and `state` has changed.
+        """Answer with the page of `make`, again when `state` has changed.
 
-        Answers come from threads of their own, and never wait: until the new page is made they have the last one. At
-        most a `share` of the time goes into making pages.
+        It is made in this thread, where somebody asks, in at most a `share` of the time; answers do not wait for it.
         """
         seen = state()
         self._show(make())

@@ -1,6 +1,7 @@
-"""HTML page of a document in one file, without scripts but for that of a live page.
+"""HTML page of a document in one file, without scripts.
 
-Every text is escaped where it is written, and the page's own policy forbids to load or run whatever slipped through.
+Every text is escaped where it is written, and the page's own policy forbids to load or run whatever slipped through; it
+names the one script of a live page by its hash.
 """
 
 import re
@@ -17,7 +18,7 @@ from zinfer.system.printable import printable
 
 
 def html(document: Document, live: bool = False) -> str:
-    """Return the page with its style and figures, without invisible characters. A `live` one asks for its successor."""
+    """Return the page with its style and figures, without invisible characters. A `live` one replaces itself."""
     script = Markup(_file("page.js")) if live else ""
     digest = b64encode(sha256(script.encode()).digest()).decode()
     style = Markup(_file("page.css"))

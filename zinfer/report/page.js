@@ -9,9 +9,7 @@
     const open = new Set([...document.querySelectorAll("details[open] > summary")].map(line => line.textContent));
     for (const line of body.querySelectorAll("summary")) line.parentElement.open = open.has(line.textContent);
     await Promise.all([...body.querySelectorAll("img")].map(image => image.decode().catch(() => {})));
-    const [x, y] = [scrollX, scrollY];
-    document.body.replaceWith(body);
-    scrollTo(x, y);
+    document.body.replaceWith(body); // at once and with its pictures: the scroll position stays
   };
   const ask = async () => {
     try {
@@ -22,7 +20,7 @@
       }
     } catch {
       note.textContent = "zinfer report --serve has ended: this page does not change any more.";
-      document.body.prepend(note);
+      document.querySelector("header").prepend(note);
     }
     setTimeout(ask, 2000);
   };

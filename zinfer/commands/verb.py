@@ -18,7 +18,7 @@ GROUPS = {
     "stop_token_ids min_tokens seed",
     "Placement": "machine host_memory engine offload gpu_weights nvme_path weight_codec kv_offload "
     "kv_cache_dtype kv_cache_size draft acceptance experts gpus settings help_engine",
-    "Server": "served_names host port api_key max_queue max_body drain_s",
+    "Server": "serve served_names host port api_key max_queue max_body drain_s",
     "Decision": "objective gpu_hour_usd stated demand deadline utilisation spare calibrate",
     "Many machines": "shard merge cluster slurm_args ray",
     "Output": "output form forms wanted metric across as_json listed dry_run resume force yes quiet",

@@ -30,7 +30,7 @@ from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted
-from zinfer.job.structure import PLAIN, Form, form_of
+from zinfer.job.structure import form_of
 from zinfer.record.jsonl import MAX_BYTES
 from zinfer.system.documents import read_bytes
 
@@ -82,8 +82,9 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     """Answer the lines of a file or shard; return the exit code."""
     prompts = how["prompts"]
     output = how["output"] if shard is None else shard.path(how["output"])
+    content = _content(prompts, output)
     job = options.prepared("batch", how)
-    content, lines = _requests(prompts, output, form_of(job.tokenizer.template.text, job.tokenizer.facts.think))
+    lines = read_requests(content, form_of(job.tokenizer.template.text, job.tokenizer.facts.think))
     lines = lines if shard is None else [*shard.of(lines)]
     source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)
@@ -112,15 +113,14 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     return _exit_code(errors, len(done))
 
 
-def _requests(prompts: Path, output: Path, form: Form = PLAIN) -> tuple[bytes, list[BatchLine | Fault]]:
-    """Return the file of the prompts, and its lines. Raises UsageError if there are none."""
+def _content(prompts: Path, output: Path) -> bytes:
+    """Return the file of the prompts. Raises UsageError if it has no line."""
     content = read_bytes(prompts, MAX_BYTES)
-    lines = read_requests(content, form)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    if not lines:
+    if not read_requests(content):
         raise click.UsageError(f"{prompts} holds no request")
-    return content, lines
+    return content
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -129,7 +129,8 @@ def _exit_code(errors: int, lines: int) -> int:
 
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     """Put the shards of `output` together, and exit. Raises ShardError if they are not whole."""
-    content, requests = _requests(prompts, output)
+    content = _content(prompts, output)
+    requests = read_requests(content)
     merged = merge_shards(output, digest(content), requests, force)
     for line in merged.damaged:
         say(f"left out {line}", err=True)

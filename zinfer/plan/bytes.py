@@ -330,7 +330,7 @@ def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
 
 
 def whole_tokens(model: ModelSpec, share: float = ALLOWANCES.whole_share) -> int:
-    """Return the minimum tokens of a pass that touch a share of the experts."""
+    """Return the minimum tokens that touch a share of the experts."""
     missed = 1 - model.touched_share(1)
     return 1 if missed <= 0 else max(1, ceil(log(1 - share) / log(missed)))
 

@@ -134,7 +134,7 @@ class Recorded(Frozen):
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Peak bytes of tensors, and of a library's own GPU memory, if it has some."""
+        """Peak bytes of tensors, with a library's own GPU memory."""
         own = int(self.effective.settings.get("library_gpu_bytes") or 0) if self.effective else 0
         return None if self.gpu_peak_bytes is None else self.gpu_peak_bytes + own
 

@@ -615,8 +615,10 @@ def _grammar(row: Sequence) -> Grammar:
 
 def _fail(row: Sequence) -> bool:
     """End a row whose grammar has an error; tell whether it has."""
-    row.error, row.error_code = _grammar(row).error, INVALID_GRAMMAR
-    return row.error is not None
+    if (why := _grammar(row).error) is None:
+        return False
+    row.error, row.error_code = why, INVALID_GRAMMAR
+    return True
 
 
 def _micro_batch(batch: PlannedBatch) -> MicroBatch:

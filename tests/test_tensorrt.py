@@ -373,6 +373,14 @@ def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeyp
     assert missing.value.exit_code == ENVIRONMENT
 
 
+def test_a_missing_file_of_kernels_has_a_remedy(library: Library) -> None:
+    messages = Messages(library.module)
+    messages.errors.append("Unable to load library: libnvinfer_builder_resource.so.10.6.0")
+    assert "LD_LIBRARY_PATH" in str(messages.failure("it could not build a.plan"))
+    messages.errors[:] = ["no such layer"]
+    assert "LD_LIBRARY_PATH" not in str(messages.failure("it could not build a.plan"))
+
+
 def test_a_library_without_a_budget_is_too_old(library: Library, monkeypatch: Patch) -> None:
     old = SimpleNamespace(ICudaEngine=object, __version__="10.0.0", __spec__="found")
     monkeypatch.setitem(sys.modules, library.name.replace("-", "_"), old)

@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from urllib.request import urlopen
@@ -76,6 +77,8 @@ def main() -> None:
         check(jar)
         wheel = make_wheel(jar, Path(folder))
         subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", BINDINGS, str(wheel)], check=True)
+    print("a build looks for its kernels where the loader looks; before `zinfer pack`:")
+    print(f"export LD_LIBRARY_PATH={sysconfig.get_path('platlib')}/tensorrt_libs:$LD_LIBRARY_PATH")
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ class Messages:
         mention memory, else one of type `otherwise`."""
         reason = "; ".join(self.errors[-2:]) or "the library gave no reason"
         text, lowered = f"{what}: {reason}", reason.lower()
+        if RESOURCE in reason:  # TensorRT 10.6 looks for it where the loader looks, not beside itself
+            text += "; if it is installed, start zinfer with its folder in LD_LIBRARY_PATH"
         if any(word in lowered for word in ("out of memory", "outofmemory", "bad_alloc", "insufficient memory")):
             on_host = "host" in lowered or "bad_alloc" in lowered
             return MemoryError(text) if on_host else torch.cuda.OutOfMemoryError(f"CUDA out of memory: {text}")

@@ -73,7 +73,8 @@ class Lossless:
         if isinstance(loaded, Tensor):
             self._tensors[name] = loaded.to(self._device, copy=True)
         else:
-            self._codes[name] = [codes.to(self._device) for codes in loaded]
+            # Those on a GPU were made there, and are nobody else's.
+            self._codes[name] = [codes if codes.numbers.is_cuda else codes.to(self._device) for codes in loaded]
 
     def finish(self) -> tuple[PackedLayer, PackedExperts | None]:
         on_demand = () if self._experts is None else self._experts.weights

@@ -89,11 +89,17 @@ class FakePool:
     def __init__(self, events: list[str]) -> None:
         self.counts, self.steps, self._events = ExpertCounts(), deque[ExpertCounts](), events
         self.staging, self.cached, self.kept_bytes, self.layer_buffer = 2, 0, 7, torch.empty(5, dtype=torch.uint8)
-        self.settings = {"experts": "on-demand"}
+        self.settings, self.reads_codes, self.host_bytes = {"experts": "on-demand"}, False, 0
 
     def resize(self, staging: int, cached: int) -> None:
         self._events.append(f"experts {staging} {cached}")
         self.staging, self.cached = staging, cached
+
+    def keeps(self, layers: tuple[int, ...]) -> bool:
+        return not layers
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        assert not layers
 
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
         self.steps.append(self.counts.since(before))

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch.nn.functional import silu
 
 from tests import quantized, test_attend
 from tests.checkpoints import save_config
+from tests.grid import covering
 from tests.test_attend import LESSER
 from tests.test_codec import compile_for_h100, need_triton
 from tests.test_experts import MIXTURES, load, steps
 from tests.test_graphs import Rerun, tune
+from tests.test_low_bit import Double, Kernel, replaced
 from tests.test_parity import BATCHES, greedy
+from zinfer.checkpoint import resolve
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
@@ -112,8 +116,8 @@ def made(
 ) -> tuple[CpuExperts, dict[str, Tensor]]:
     """Return packed experts of a format, ready to compute, and their values."""
     packed, experts, (memory, values) = packed_in(module, name, size, dtype)
-    computed = CpuExperts(memory, CPU, 32, **other)
-    computed.attach(0, packed, experts)
+    computed = CpuExperts(CPU, 32, **other)
+    computed.attach(0, packed, experts, memory)
     return computed, values
 
 
@@ -271,10 +275,10 @@ def test_the_kernels_that_ask_for_experts_compile_for_an_h100() -> None:
     compile_for_h100(request._receive, {"BLOCK": request.RECEIVED}, received, num_warps=4)
 
 
-def quantised(name: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+def quantised(name: str, directory: Path, **sizes: int) -> tuple[Path, dict[str, Any]]:
     """Make a small mixture. Also return options with which its experts lie in host memory as released."""
     kind, _, form = name.partition(" ")
-    save_config(directory, kind, **MIXTURES[kind])
+    save_config(directory, kind, **MIXTURES[kind] | sizes)
     if form == "mxfp4":
         quantized.mxfp4(directory)
     elif form == "int4":
@@ -312,6 +316,114 @@ def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: P
     assert torch.equal(*texts)
 
 
+def share_of(directory: Path, layers: int) -> str:
+    """Return a share of the weights with the experts of `layers` layers. It holds all else, too."""
+    spec = resolve.from_directory(directory)
+    mixtures = sum(layer.expert_parameters > 0 for layer in spec.layers)
+    kept = spec.streamed_bytes - spec.routed_bytes * (1 - layers / mixtures)
+    return f"{min(100, 100 * kept / spec.streamed_bytes + 1e-4):.5f}%"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Have torch multiply from codes, without kernels of Triton."""
+
+    def multiply_pairs(self: Double, states: Tensor, experts: Tensor, _aligned: object) -> Tensor:
+        rows = states.repeat_interleave(experts.numel() // len(states), 0)
+        matrices = self._values[experts.flatten()]
+        return self.kernel(lambda: (matrices @ rows[..., None])[:, None, :, 0])
+
+    monkeypatch.setattr(Double, "multiply_pairs", multiply_pairs)
+    monkeypatch.setattr(Double, "nbytes", property(lambda self: self.form.weight.nbytes + self.form.scales.nbytes))
+    return replaced(monkeypatch)
+
+
+def poisoned(loaded: Stream) -> None:
+    """Fill the layer buffer of experts with NaN before each pass."""
+    assert loaded._pool is not None
+    pool, begin = loaded._pool, loaded._pool.begin
+
+    def begun(scanning: bool, computing: bool = False) -> None:
+        pool._filled = -1, set()
+        pool.layer_buffer.fill_(255)
+        begin(scanning, computing)
+
+    pool.begin = begun  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("name", "count"), covering(NAMES, [0, 1, 2, 3, None]))
+def test_the_device_computes_the_experts_of_layers_that_stay(
+    name: str, count: int | None, tmp_path: Path, compiler: None, kernels: Kernel
+) -> None:
+    """The CPU computes those of the others. Of layers that stay nothing is in host memory."""
+    directory, options = quantised(name, tmp_path / "m")
+    expected, share = load(directory, **options), "100%" if count is None else share_of(directory, count)
+    loaded = load(directory, "cpu", share, **options)
+    poisoned(loaded)
+    for first, second in zip(steps(expected), steps(loaded), strict=True):
+        assert float((second - first).norm() / first.norm()) < 1e-4
+    for lengths in BATCHES:
+        expected.clear()
+        loaded.clear()
+        assert torch.equal(greedy(expected, lengths), greedy(loaded, lengths))
+    effective, plan, pool = loaded.effective(), loaded.plan, loaded._pool
+    assert pool is not None
+    mixtures, stay = len(pool.layers), len(plan.placement.expert_layers)
+    stays = mixtures if count is None else count
+    assert stay == (0 if name.endswith("fp8") else stays), "codes in FP8 would be unpacked in each pass"
+    stay = 0 if name.endswith("nvfp4") else stay  # gate and value have a factor each, which no kernel reads
+    assert effective.settings["cpu_experts"] == "on"
+    assert effective.settings["gpu_expert_layers"] == stay
+    assert effective.settings["cpu_expert_layers"] == mixtures - stay
+    assert effective.settings["experts_fetched_per_step"] == effective.wire_bytes_per_step == 0
+    assert (effective.settings["experts_on_cpu_per_step"] > 0) == (stay < mixtures)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, None])
+@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "mixtral nvfp4", "qwen3_moe"])
+def test_planned_bytes_are_those_of_experts_that_stay_and_of_those_that_do_not(
+    name: str, count: int | None, tmp_path: Path, compiler: None, kernels: Kernel
+) -> None:
+    directory, options = quantised(name, tmp_path / "m")
+    share = "100%" if count is None else share_of(directory, count)
+    loaded = load(directory, "cpu", share, dtype="bfloat16", **options)
+    effective, plan = loaded.effective(), loaded.plan
+    aligned = partial(pytest.approx, rel=0.05)  # tensors of small models are a few hundred bytes
+    if not name.endswith("nvfp4"):  # see above
+        assert effective.gpu_weight_bytes == aligned(plan.gpu.weights)
+        assert effective.host_weight_bytes == aligned(plan.host.weights)
+    planned, stored = plan.gpu.weights + plan.host.weights, effective.gpu_weight_bytes + effective.host_weight_bytes
+    assert stored == aligned(planned), "each weight lies in one place"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_layers_whose_experts_stay_may_change(
+    name: str, reads: bool, tmp_path: Path, compiler: None, request: pytest.FixtureRequest
+) -> None:
+    """Their experts are in host memory, too. Without kernels that read codes the CPU computes them all."""
+    if reads:
+        request.getfixturevalue("kernels")
+    directory, options = quantised(name, tmp_path / "m")
+    expected, loaded = load(directory, **options), load(directory, "cpu", share_of(directory, 0), **options)
+    texts = [greedy(expected, lengths) for lengths in BATCHES]
+    every = tuple(range(loaded.plan.model.num_layers))
+    for layers in ((), (0, 2), (1,), every, (3,), ()):
+        loaded.clear()
+        loaded.apply_placement(loaded.plan.placement.model_copy(update={"expert_layers": layers}))
+        poisoned(loaded)
+        for lengths, text in zip(BATCHES, texts, strict=True):
+            loaded.clear()
+            assert torch.equal(greedy(loaded, lengths), text)
+        settings, stay = loaded.effective().settings, len(layers) if reads or name == "qwen3_moe" else 0
+        assert settings["gpu_expert_layers"] == stay
+        assert settings["cpu_expert_layers"] == len(every) - stay
+    pool = loaded._pool
+    assert pool is not None
+    assert pool.kept_bytes == 0
+    assert pool._memory.nbytes == (pool.staging + pool.cached) * pool.buffer_bytes
+
+
 def check_calls(name: str, path: Path, patch: pytest.MonkeyPatch, run: Callable[[Stream], object]) -> None:
     """Check each call of experts on the CPU in bf16. There rounding leads tokens to other experts."""
     directory, options = quantised(name, path)
@@ -341,14 +453,15 @@ def test_every_call_of_an_engine_gives_what_the_model_computes(
     check_calls(name, tmp_path / "m", monkeypatch, run)
 
 
-@pytest.mark.parametrize(("share", "status"), [("100%", "on"), ("0%", BY_LAYER)])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("count", [None, 0, 2, 4])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "gpt_oss mxfp4"])
 def test_steps_are_recorded_with_their_experts(
-    name: str, share: str, status: str, tmp_path: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int | None, tmp_path: Path, compiler: None, kernels: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such steps wait for no choice. Other weights may cross the link."""
-    directory, _ = quantised(name, tmp_path / "m")
-    expected = load(directory, share=share)
+    """Such steps wait for no choice, whoever computes. Other weights may cross the link."""
+    directory, options = quantised(name, tmp_path / "m")
+    share = "0%" if count is None else share_of(directory, count)
+    expected = load(directory, share=share, **options)
     texts = list[Tensor]()
     for lengths in (*BATCHES, BATCHES[0]):
         expected.clear()
@@ -356,14 +469,18 @@ def test_steps_are_recorded_with_their_experts(
     recorder = Rerun()
     monkeypatch.setattr(graphs, "recorder_of", lambda _device: recorder)
     tune(monkeypatch, bucket=4)
-    loaded = load(directory, "cpu", share)
+    loaded = load(directory, "cpu", share, **options)
     for rows, text in zip((*BATCHES, BATCHES[0]), texts, strict=True):
         loaded.clear()
         assert torch.equal(greedy(loaded, rows), text)
     settings = loaded.effective().settings
-    assert (settings["cuda_graphs"], settings["cpu_experts"]) == (status, "on")
+    assert settings["cuda_graphs"] == (BY_LAYER if count is None else "on")
+    assert (settings["cpu_experts"], settings["gpu_expert_layers"]) == ("on", count or 0)
     assert recorder.replayed > 8
-    assert not_as_asked(loaded.plan.case, loaded.effective()) is None, "a step that brings nothing did what was asked"
+    streamable = loaded.plan.model.streamed_bytes
+    assert not_as_asked(loaded.plan.case, loaded.effective(), streamable) is None, (
+        "a step that brings nothing did what was asked"
+    )
     assert loaded._pool is not None
     assert not loaded._pool.scanning
 

@@ -422,11 +422,11 @@ class Bench:
 
         self.writes = self.unpacked = 0  # calls
 
-        def write(pool: ExpertPool, source: int, target: int, size: int) -> None:
+        def write(pool: ExpertPool, layer: int, source: int, target: int, size: int) -> None:
             self.writes += 1
             for unit in range(target, target + size, UNIT):
                 queues.write(pool._memory[unit : unit + UNIT])
-            real_write(pool, source, target, size)
+            real_write(pool, layer, source, target, size)
 
         def unpack(chunk: Chunk, content: Tensor, layer_buffer: Tensor, repeat: Repeat = ONCE) -> None:
             if layer_buffer is pool.layer_buffer:

@@ -155,7 +155,7 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
             assert cpu.step_s == pytest.approx(link.step_s)
             continue
         assert cpu.streamed_bytes == pytest.approx(dense * cpu.placement.wire_ratio, rel=1e-6)
-        touched = released.routed_bytes * released.touched_share(batch_size) * released.stored_ratio
+        touched = released.routed_bytes * released.touched_share(batch_size) * released.expert_ratio
         read_s = touched / (RATES.cpu_codes * (H100.attention_bandwidth or 0)) + 36 * RATES.cpu_layer_s
         assert cpu.bound_by == "cpu experts"
         assert read_s < (cpu.step_s or 0) < 1.3 * read_s
@@ -169,6 +169,40 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
     assert "batch 64: experts on demand" in output
     coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
     assert plain.host.weights > 1.4 * coded.host.weights, "the CPU reads bf16 as released"
+
+
+def test_the_gpu_keeps_the_experts_of_whole_layers_beside_a_cpu_that_computes() -> None:
+    released, good = resolve.resolve("gpt-oss-120b", None, None), Efficiency()
+    routed = released.routed_bytes
+    assert released.expert_ratio == pytest.approx((4 + 8 / 32) / 16, rel=1e-3), "codes, and a scale for 32 of them"
+    before = plan(8, released, "2GiB", efficiency=good, experts="cpu")
+    assert before.placement.expert_layers == ()
+    for share, layers in (("29%", 10), ("100%", 36)):
+        made = plan(8, released, share, efficiency=good, experts="cpu")
+        assert (len(made.placement.expert_layers), len(made.placement.resident_layers)) == (layers, 36)
+        kept = routed * layers / 36 * released.expert_ratio
+        assert made.gpu.weights - before.gpu.weights == pytest.approx(kept, rel=1e-6)
+        assert before.host.weights - made.host.weights == pytest.approx(kept, rel=1e-6), "they lie on the GPU alone"
+        cpu, all_of_it = (Timing(each.placement, released, H100, good).cpu_experts_s(8) for each in (made, before))
+        assert cpu == pytest.approx(all_of_it * (36 - layers) / 36, rel=1e-6)
+        assert made.placement.graphs
+        assert (made.step_s or 0) < (before.step_s or 0) - (all_of_it - cpu) + 8e-3
+        assert Sizes(made.placement, released).wire() == pytest.approx(
+            (routed * (36 - layers) / 36) * made.placement.wire_ratio, rel=1e-6
+        ), "prompts bring those of the others"
+    small = H100.model_copy(update={"gpu_bytes": 24 << 30})
+    auto, many = (plan(rows, released, "auto", small, good).placement for rows in (1, 64))
+    assert 0 < len(auto.expert_layers) < 36
+    assert not auto.moved, "larger batches need the memory: experts of all layers are in host memory"
+    assert (many.expert_layers, many.cpu_tokens) == ((), auto.cpu_tokens)
+    assert many.cached_experts > 0
+    fp8 = resolve.resolve("deepseek-v3", None, None)
+    assert plan(1, fp8, "40GiB", experts="cpu").placement.expert_layers == ()
+    words = ["plan", "-m", "gpt-oss-120b", "--machine", "h100-80gb", "--offload", "cpu", "--experts", "cpu"]
+    output = " ".join(invoke(*words, "--gpu-weights", "29%,100%", "--batch-size", "1,40").output.split())
+    assert "batch 1: the CPU computes the experts of 26 of 36 layers in passes of up to 32 tokens" in output
+    assert "the experts of 10 of 36 layers stay on the GPU, with 28% cache hits" in output
+    assert "batch 1: the experts of all layers stay on the GPU" in output
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])

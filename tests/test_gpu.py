@@ -549,6 +549,27 @@ def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe"])
+def test_experts_of_layers_that_stay_are_computed_beside_the_cpu(name: str, tmp_path: Path) -> None:
+    """Its kernels read their codes, in prompts and in CUDA graphs; each kind of call is compared with transformers."""
+    directory, options = test_cpu_experts.quantised(name, tmp_path / "m", hidden_size=128, intermediate_size=128)
+    for count in (0, 2, 4):
+        share = test_cpu_experts.share_of(directory, count)
+        engine = test_experts.load(directory, "cpu", share, dtype="bfloat16", **options)
+        for _ in range(TURNS):
+            for lengths in BATCHES:
+                assert greedy(engine, lengths).shape == (len(lengths), OUTPUT_LEN)
+        settings, planned = engine.effective().settings, engine.plan.gpu.weights
+        assert (settings["gpu_expert_layers"], settings["cpu_expert_layers"]) == (count, 4 - count)
+        assert (settings["cpu_experts"], settings["experts_fetched_per_step"]) == ("on", 0)
+        assert not re.search("cannot be recorded|cross the link", str(settings["cuda_graphs"]))
+        if count and name != "qwen3_moe":
+            assert (settings["packed_kernel"], settings["experts_kernel"]) == ("on", "on")
+        assert engine.effective().gpu_weight_bytes == pytest.approx(planned, rel=0.05)
+        engine.close()
+
+
 @pytest.mark.parametrize("name", ["mixtral int4", "qwen3_moe"])
 def test_experts_on_the_cpu_serve_rows_of_two_streams(name: str, tmp_path: Path) -> None:
     """The CPU attends to host rows in a stream of their own; device rows ask for experts meanwhile."""

@@ -523,10 +523,11 @@ def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_pat
 
 def test_an_engine_computes_experts_from_their_codes(by_kernel: Any) -> None:
     """With the other kernels of experts, under Triton's interpreter."""
-    _, calls, statuses, tokens, expected = by_kernel
+    _, calls, statuses, tokens, expected, beside = by_kernel
     assert calls > 0
-    assert statuses == [["on", "on"], ["no packed weights", "on"]]
+    assert statuses == [["on", "on", None], ["no packed weights", "on", None], ["on", "on", 1]]
     assert torch.equal(tokens, expected)
+    assert torch.equal(beside, expected), "some layers' experts are computed so, others by the CPU"
 
 
 def test_only_values_fill_a_lazy_weight() -> None:
@@ -620,10 +621,11 @@ def main(path: Path) -> None:
     directory, chosen, statuses = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts"), [], []
     with Patch.context() as patch:
         double = replaced(patch)
-        for option in ("auto", "off"):
-            engine = start(directory, path.parent, kernel=option == "auto", experts="all")
+        for option, share, way in (("auto", "100%", "all"), ("off", "100%", "all"), ("auto", "70%", "cpu")):
+            engine = start(directory, path.parent, share, kernel=option == "auto", experts=way)
             chosen.append(greedy(engine, (5, 3), 3))
             settings = engine.effective().settings
-            statuses.append([settings[name] for name in ("packed_kernel", "experts_kernel")])
+            names = "packed_kernel", "experts_kernel", "gpu_expert_layers"
+            statuses.append([settings.get(name) for name in names])
             engine.close()
     torch.save((blocks, double.calls, statuses, *chosen), path)

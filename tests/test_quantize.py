@@ -175,7 +175,7 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
     error = (actual.float() - before).norm() / before.norm()
     assert 0 < error < ({"int4": 0.6, "int8": 0.05, "fp8": 0.3}[scheme] if architecture == "llama" else 1)
     assert (0.35 < spec.fp8_ratio < 0.51) if scheme == "fp8" else (spec.fp8_ratio == 0)
-    alike = {"name": "", "stored_ratio": 1, "fp8_ratio": 0, "directory": None, "config": {}}
+    alike = {"name": "", "stored_ratio": 1, "fp8_ratio": 0, "routed_ratio": None, "directory": None, "config": {}}
     assert spec.model_copy(update=alike) == plain.model_copy(update=alike)
 
 

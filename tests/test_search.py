@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
     )
     # Without its rate no plan may trust a CPU with attention, but a user may.
     places = ("none", "auto", "cpu") if machine.attention_bandwidth is not None else ("none", "auto")
-    experts = ("auto", "all", "on-demand") if spec.num_experts else ("auto",)
+    experts: tuple[str, ...] = ("auto", "all", "on-demand") if spec.num_experts else ("auto",)
+    experts += ("cpu",) if spec.num_experts and machine.attention_bandwidth is not None else ()
     grid = [planner("none", None, kv_offload=kv_offload) for kv_offload in places]
     grid += [
         planner("cpu", share, kv_offload=kv_offload, experts=choice)
@@ -114,18 +116,27 @@ def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
     assert largest[0] == max(largest) > 90
 
 
-@pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_larger_budget_never_makes_a_step_slower(name: str, rows: int) -> None:
-    machine, spec = machines.load("h100-80gb"), resolve.resolve(name)
+@pytest.mark.parametrize("rows", [1, 8, 48])
+@pytest.mark.parametrize(
+    ("name", "experts", "machine"),
+    [(name, "auto", "h100-80gb") for name in ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b")]
+    + [(name, "cpu", machine) for name in ("mixtral-8x7b", "gpt-oss-120b", "qwen3-235b-a22b")
+       for machine in ("h100-80gb", "rtx-4090")],
+)  # fmt: skip
+def test_a_larger_budget_never_makes_a_step_slower(name: str, experts: str, rows: int, machine: str) -> None:
+    there, spec = machines.load(machine), resolve.resolve(name)
     workload = Workload(batch_size=rows, input_len=512, output_len=32)
+    options = () if experts == "auto" else (("experts", experts),)
 
-    def step(budget: str) -> float:
-        case = Case(model=name, engine="stream", offload="cpu", gpu_weights=budget, workload=workload)
-        plan = Planner(case, spec, machine, shipped()["stream"]).plan
-        assert plan.step_s is not None
-        return plan.step_s
+    def step(budget: str) -> float | None:
+        case = Case(
+            model=name, engine="stream", offload="cpu", gpu_weights=budget, workload=workload, options=options
+        )  # fmt: skip
+        plan = Planner(case, spec, there, shipped()["stream"]).plan
+        return plan.step_s if plan.holds else None
 
-    steps = [step(budget) for budget in ("0%", "256MiB", "1GiB", "4GiB", "10GiB", "20GiB", "30GiB", "40GiB")]
+    budgets = "0%", "256MiB", "1GiB", "4GiB", "10GiB", "20GiB", "30GiB", "40GiB"
+    steps = [seconds for seconds in map(step, budgets) if seconds is not None]
+    assert len(steps) >= 5
     assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in pairwise(steps)), steps
-    assert step("auto") <= min(steps) * 1.03
+    assert (step("auto") or inf) <= min(steps) * (1.03 if machine == "h100-80gb" else 1.1), "it leaves a margin"

@@ -333,8 +333,12 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
         update["held_bytes"] = round(effective.host_weight_bytes / update.get("kept_ratio", 1.0))
     ratio = update.get("kept_ratio") or placer.bare(workload).kept_ratio
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / ratio
-    if "resident_layers" in settings and update["experts"] == "all":
-        kept = model.streamed_bytes * settings["resident_layers"] / model.num_layers
+    mixtures = tuple(index for index, layer in enumerate(model.layers) if layer.expert_parameters)
+    update["expert_layers"] = whole = mixtures[: int(settings.get("gpu_expert_layers", 0))]
+    if "resident_layers" in settings and (update["experts"] == "all" or whole):
+        on_demand = model.routed_bytes if whole else 0
+        kept = (model.streamed_bytes - on_demand) * settings["resident_layers"] / model.num_layers
+        kept += sum(model.layers[index].expert_parameters for index in whole) * model.dtype_bytes
     update["resident_bytes"] = min(model.streamed_bytes, round(kept))
     update["unpacked_layers"] = tuple(range(min(model.num_layers, int(settings.get("unpacked_layers", 0)))))
     # Earlier versions kept all layers in host memory.

@@ -429,20 +429,23 @@ class Quantization:
 
 def stored_ratios(
     layers: tuple[LayerSpec, ...], stack: str, config: Mapping[str, Any], dtype: str
-) -> tuple[float, float]:
-    """Return bytes stored, and bytes of FP8 codes, over dense bytes. Raises ModelError."""
+) -> tuple[float, float, float | None]:
+    """Return bytes stored, and bytes of FP8 codes, over dense bytes. The third value is the first one of routed experts
+    alone; None without any, and for models as released in 16 bits. Raises ModelError."""
     if settings_of(config) is None:
-        return 1.0, 0.0
+        return 1.0, 0.0, None
     rules, size, fp8 = Quantization(config, dtype), DTYPE_BYTES[dtype], 0
     stored = whole = sum(layer.parameters for layer in layers) * size
+    experts = routed = sum(layer.expert_parameters for layer in layers) * size
     for index, layer in enumerate(layers):
         for matrix in layer.matrices:
             headers = rules.headers(matrix, f"{stack}.{index}.{matrix.name.replace('*', '0')}")
             if headers is not None:
                 times, codes = matrix.experts if "*" in matrix.name else 1, _stored(FP8, (matrix.rows, matrix.columns))
-                stored += times * sum(header.nbytes for header in headers.values()) - matrix.numel * size
+                saved = matrix.numel * size - times * sum(header.nbytes for header in headers.values())
+                stored, experts = stored - saved, experts - (saved if matrix.experts else 0)
                 fp8 += times * sum(header.nbytes for header in headers.values() if header == codes)
-    return min(1.0, stored / whole), fp8 / whole
+    return min(1.0, stored / whole), fp8 / whole, min(1.0, experts / routed) if routed else None
 
 
 def _stored(dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -83,7 +83,9 @@ def as_released(spec: ModelSpec) -> ModelSpec:
     if spec.weights == "as-released":
         return spec
     config = {key: value for key, value in spec.config.items() if key != "quantization_config"}
-    return spec.model_copy(update={"config": config, "stored_ratio": 1.0, "fp8_ratio": 0.0, "weights": "as-released"})
+    return spec.model_copy(
+        update={"config": config, "stored_ratio": 1.0, "fp8_ratio": 0.0, "routed_ratio": None, "weights": "as-released"}
+    )
 
 
 def catalogue_names() -> tuple[str, ...]:
@@ -175,7 +177,13 @@ def from_directory(path: Path) -> ModelSpec:
     held = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in inside.values())
     form = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values())
     ratio = min(1.0, held / spec.streamed_bytes)
-    fields = {"stored_ratio": ratio, "fp8_ratio": fp8 / spec.streamed_bytes, "form_ratio": max(1.0, form / held)}
+    experts = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for name, info in inside.items() if ".experts." in name)
+    fields = {
+        "stored_ratio": ratio,
+        "fp8_ratio": fp8 / spec.streamed_bytes,
+        "form_ratio": max(1.0, form / held),
+        "routed_ratio": min(1.0, experts / spec.routed_bytes) if experts and spec.routed_bytes else None,
+    }
     return spec.model_copy(update=fields)
 
 
@@ -236,10 +244,10 @@ def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> 
 def _with_stored_ratio(spec: ModelSpec) -> ModelSpec:
     """Return `spec` with the ratios of the format that its `config` names. Raises ModelError for an unknown format."""
     try:
-        stored, fp8 = quantized_tensors.stored_ratios(spec.layers, spec.stack, spec.config, spec.dtype)
+        stored, fp8, routed = quantized_tensors.stored_ratios(spec.layers, spec.stack, spec.config, spec.dtype)
     except ModelError as error:
         raise ModelError(f"{spec.name}: {error}") from None
-    return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8})
+    return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8, "routed_ratio": routed})
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:

@@ -508,24 +508,31 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
         if model.num_experts < 2 or not crosses or placement.tier != "host" or not plan.holds:
             continue
         label = plan.case.batch_label
+        count, stay = sum(layer.expert_parameters > 0 for layer in model.layers), len(placement.expert_layers)
+        if stay and stay == count:
+            yield f"{label}: the experts of all layers stay on the GPU."
+            continue
         if computes:
             read = gb(Sizes(placement, model).touched(tokens) * placement.expert_ratio)
+            where = f"{count - stay} of {count} layers in " if stay else ""
             yield (
-                f"{label}: the CPU computes the experts of passes of up to {placement.cpu_tokens} tokens; a step reads "
-                f"{model.touched_share(tokens):.0%} of them, {read}, and brings {gb(plan.streamed_bytes)} of other "
-                f"weights; {_routing(plan)}."
+                f"{label}: the CPU computes the experts of {where}passes of up to {placement.cpu_tokens} tokens; a "
+                f"step reads {model.touched_share(tokens):.0%} of them, {read}, and brings {gb(plan.streamed_bytes)} "
+                f"of other weights; {_routing(plan)}."
             )
             continue
         if placement.experts == "all":
             yield f"{label}: all experts come in every step."
             continue
-        touched, stay = 1.0, f"{placement.cached_experts} experts stay on the GPU"
+        touched, kept = 1.0, f"{placement.cached_experts} experts stay on the GPU"
+        if stay:
+            kept = f"the experts of {stay} of {count} layers stay on the GPU"
         if placement.chooses(tokens):
             touched, hits = model.touched_share(tokens), model.hits("lfu", Sizes(placement, model).cached_share, tokens)
-            stay += f", with {hits:.0%} cache hits; {_routing(plan)}"
+            kept += f", with {hits:.0%} cache hits; {_routing(plan)}"
         yield (
             f"{label}: experts on demand; a step touches {touched:.0%} of the experts and brings "
-            f"{gb(plan.streamed_bytes)}; passes of {placement.whole_tokens} tokens or more bring all; {stay}."
+            f"{gb(plan.streamed_bytes)}; passes of {placement.whole_tokens} tokens or more bring all; {kept}."
         )
 
 

@@ -38,7 +38,7 @@ def _context(word: str) -> int:
 
 CONTEXTS = options.comma_list("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
 # fields in which a model and its quantised copy may differ
-COPY_FIELDS = {"name", "config", "directory", "hub_id", "stored_ratio", "fp8_ratio"}
+COPY_FIELDS = {"name", "config", "directory", "hub_id", "stored_ratio", "fp8_ratio", "routed_ratio"}
 
 
 @click.group("study")

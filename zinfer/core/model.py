@@ -144,6 +144,7 @@ class ModelSpec(Shape):
     stored_ratio: float = Field(default=1.0, gt=0)  # bytes of layers as released over those in `dtype`; 1 if equal
     form_ratio: float = Field(default=1.0, ge=1)  # bytes of codes as kernels of a GPU read them over those as released
     fp8_ratio: float = Field(default=0.0, ge=0)  # part of `stored_ratio` that are FP8 codes (e4m3)
+    routed_ratio: float | None = Field(default=None, gt=0)  # `stored_ratio` of routed experts; None: not known
     weights: Weights = "as-released"  # format that the layers' weights are given here; `config` describes it, too
     hub_id: str | None = None
     draft: "ModelSpec | None" = None  # small model of the same tokenizer that drafts for this one
@@ -205,6 +206,11 @@ class ModelSpec(Shape):
     def routed_bytes(self) -> int:
         """Bytes of the routed experts of all layers."""
         return self._routed * self.dtype_bytes
+
+    @property
+    def expert_ratio(self) -> float:
+        """Bytes of routed experts as released over those in `dtype`."""
+        return self.stored_ratio if self.routed_ratio is None else self.routed_ratio
 
     @property
     def expert_bytes(self) -> int:
@@ -312,7 +318,9 @@ class ModelSpec(Shape):
         """Return the same model in `dtype`; quantised weights keep their size."""
         factor = self.dtype_bytes / DTYPE_BYTES[dtype]
         ratio = self.stored_ratio * factor if self.stored_ratio != 1 else 1.0
-        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio, "fp8_ratio": self.fp8_ratio * factor})
+        routed = self.routed_ratio and self.routed_ratio * factor
+        update = {"dtype": dtype, "stored_ratio": ratio, "fp8_ratio": self.fp8_ratio * factor, "routed_ratio": routed}
+        return self.model_copy(update=update)
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Sources: offload and residency as in FlexGen (arXiv:2303.06865), section 4.3, wi
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, log
 from typing import Literal, NamedTuple
 
@@ -80,6 +81,8 @@ class Placement(Frozen):
     form_ratio: float = 1.0  # bytes of resident codes as kernels read them over those at rest
     wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
     expert_ratio: float = 1.0  # bytes of an expert that the CPU reads over those of the model's dtype
+    # Numbers of layers whose routed experts stay, too, if the CPU computes those of the others; see `cpu_tokens`.
+    expert_layers: tuple[int, ...] = ()
     layer_buffers: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
     kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
@@ -181,15 +184,52 @@ class Sizes:
             streamed += missing - min(streamed, model.routed_bytes)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
 
+    @cached_property
+    def resident_experts(self) -> int:
+        """Bytes of the experts of `Placement.expert_layers`."""
+        layers = self.model.layers
+        return sum(layers[index].expert_parameters for index in self.placement.expert_layers) * self.model.dtype_bytes
+
+    @property
+    def kept_experts(self) -> int:
+        """Bytes of experts among the weights that stay: they come after all else in layers."""
+        if self.placement.experts == "all" or self.placement.expert_layers:
+            return self.resident_experts
+        return max(0, self.resident - (self.model.streamed_bytes - self.model.routed_bytes))
+
     def touched(self, tokens: int | None) -> float:
         """Return the bytes of experts, unpacked, that the CPU computes with; 0 if the GPU does."""
         computes = tokens is not None and self.placement.computes(tokens)
-        return self.model.routed_bytes * self.model.touched_share(tokens or 1) if computes else 0.0
+        away = self.model.routed_bytes - self.resident_experts
+        return away * self.model.touched_share(tokens or 1) if computes else 0.0
 
     @property
     def reads_codes(self) -> bool:
         """True if passes multiply resident quantised layers from codes."""
         return self.placement.from_codes and self.placement.experts != "on-demand"
+
+    @property
+    def code_layers(self) -> int:
+        """Number of layers whose experts are multiplied from codes."""
+        if not self.model.num_experts or not self.placement.from_codes:
+            return 0
+        return self.model.num_layers if self.reads_codes else len(self.placement.expert_layers)
+
+    @property
+    def at_rest(self) -> tuple[float, float]:
+        """Bytes at rest over those of the model's dtype: of routed experts, and of all else in layers."""
+        placement, model = self.placement, self.model
+        if placement.experts == "all" or not placement.cpu_tokens:
+            return placement.kept_ratio, placement.kept_ratio
+        others, ratio = model.streamed_bytes - model.routed_bytes, placement.expert_ratio  # experts lie as released
+        rest = (placement.kept_ratio * model.streamed_bytes - ratio * model.routed_bytes) / max(1, others)
+        return ratio, min(1.0, max(0.0, rest))
+
+    def stored(self, weights: int, experts: int) -> int:
+        """Return the bytes at rest of weights of layers. `weights` are their bytes, `experts` those of routed experts
+        among them, unpacked."""
+        routed, others = self.at_rest
+        return round(experts * routed + (weights - experts) * others)
 
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
@@ -203,9 +243,10 @@ class Sizes:
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
             touched = 0.0 if placement.computes(tokens) else touched
-            layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
-        coded = placement.wire_ratio < 1 and not self.reads_codes
-        in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(self.stays, layers)
+            layers -= model.routed_bytes
+            experts = round((model.routed_bytes - self.resident_experts) * touched)
+        coded, others = placement.wire_ratio < 1 and not self.reads_codes, self.stays - self.resident_experts
+        in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(others, layers)
         return layers - in_place + experts
 
     @property
@@ -285,7 +326,8 @@ class Sizes:
             buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
         kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
         unpacked = self.kept_unpacked
-        kept = round((resident - unpacked) * placement.kept_ratio * placement.form_ratio) + unpacked
+        experts = self.kept_experts
+        kept = round(self.stored(resident - unpacked, experts) * placement.form_ratio) + unpacked
         gpu = Bytes(
             weights=kept // placement.gpus + resident_others,
             kv_cache=kv + draft_kv_bytes(model, batch_size, length),
@@ -296,7 +338,8 @@ class Sizes:
         outside = offloaded - (resident if placement.moved else 0)
         on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
         on_disk = placement.tier == "nvme"
-        stored_on_host = round(on_host * placement.kept_ratio)
+        experts_on_host = min(on_host, model.routed_bytes - (experts if placement.moved else 0))
+        stored_on_host = self.stored(on_host, experts_on_host)
         host_weights = stored_on_host + (0 if placement.resident_others else others)
         # What a load touches ahead, and reads with, is free again when the KV cache comes.
         layer = round(model.layer_bytes * model.stored_ratio)

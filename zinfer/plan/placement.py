@@ -18,7 +18,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import ALLOWANCES, EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
-from zinfer.plan.times import RATES, Efficiency, Timing, shipped
+from zinfer.plan.times import RATES, Efficiency, Timing, cpu_reading_rate, shipped
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,44 @@ class Placer:
         """Place `reserved` resident bytes, then the KV cache, buffers and further layers."""
         depth, kept = self.split_free_memory(workload, reserved)
         placement = self.bare(workload, kept, depth, reserved)
-        layers, cached = placement.resident_layers or self._resident_layers(placement), 0
-        if placement.experts == "on-demand":
-            layer_bytes = self._streamed_sizes(placement)
-            rest = Sizes(placement, self.model).resident - _sum(layer_bytes, layers)
-            cached = min(self.model.routed_bytes, max(0, rest)) // self.model.expert_bytes
-        placement = placement.model_copy(update={"resident_layers": layers, "cached_experts": cached})
+        if not placement.moved:
+            placement, bare = self._stay(placement, False), placement
+            whole = self._stay(bare, True) if placement.computes(workload.batch_size) else placement
+            load = workload.batch_size, workload.mean_context
+            if whole.expert_layers:
+                placement = min((whole, placement), key=lambda way: self._timing(way).step(*load).seconds or inf)
         return self._hold(placement, workload) if placement.disk_ring_bytes else placement
+
+    def _stay(self, placement: Placement, whole: bool) -> Placement:
+        """Choose the layers that stay, and experts. These are those of `whole` layers, or any."""
+        layers, layer_bytes = self._resident_layers(placement), self._streamed_sizes(placement)
+        dense, update = _sum(layer_bytes, layers), dict[str, Any]()
+        rest = max(0, Sizes(placement, self.model).resident - dense)
+        if placement.moved:
+            update["resident_bytes"] = dense
+        if placement.experts == "on-demand" and whole and self._readable:
+            update["expert_layers"], experts = self._expert_layers(rest)
+            update["resident_bytes"] = dense + experts
+        elif placement.experts == "on-demand":
+            update["cached_experts"] = min(self.model.routed_bytes, rest) // self.model.expert_bytes
+        return placement.model_copy(update=update | {"resident_layers": layers})
+
+    @property
+    def _readable(self) -> bool:
+        """True if the GPU can compute experts as the CPU reads them. Codes in FP8 would be unpacked in each pass."""
+        return not self.model.fp8_ratio
+
+    def _expert_layers(self, room: int) -> tuple[tuple[int, ...], int]:
+        """Return the layers whose experts stay, and their bytes. These are at most `room`, of layers spread over the
+        depth."""
+        sizes = [layer.expert_parameters * self.model.dtype_bytes for layer in self.model.layers]
+        mixtures = [index for index, size in enumerate(sizes) if size]
+
+        def choose(count: int) -> tuple[int, ...]:
+            return tuple(mixtures[index] for index in spread(count, len(mixtures)))
+
+        layers = choose(largest(lambda count: _sum(sizes, choose(count)) <= room, len(mixtures)))
+        return layers, _sum(sizes, layers)
 
     def _bare(
         self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth, reserved: int = 0
@@ -330,7 +361,7 @@ class Placer:
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
         if transport.fetch_unit == "chunks" and self._experts_on_demand:
-            update |= self._expert_buffers(depth) | {"cpu_tokens": self._cpu_tokens, "expert_ratio": model.stored_ratio}
+            update |= self._expert_buffers(depth) | {"cpu_tokens": self._cpu_tokens, "expert_ratio": model.expert_ratio}
             update["graphs"] = bool(update.get("graphs") and self._cpu_tokens)  # else the CPU gets to know each choice
         elif transport.fetch_unit == "chunks":
             ring = depth * Sizes(base, model).chunk if self.machine.gpu_count else 0
@@ -349,14 +380,11 @@ class Placer:
         if transport.outside_passes:
             update["layer_buffers"] = max(whole, model.other_bytes / model.layer_bytes)
             update |= {"resident_others": False, "also_streamed": transport.outside_passes * model.other_bytes}
-        if transport.leaves_host and case.offload == "cpu" and update.get("experts") != "on-demand":
+        fixed = update.get("experts") != "on-demand" or (update["cpu_tokens"] and self._readable)
+        if transport.leaves_host and case.offload == "cpu" and fixed:
             update["moved"] = case.gpu_weights not in {None, "auto"}
         placement = base.model_copy(update=update)
-        if not placement.moved:
-            return placement
-        layers = self._resident_layers(placement)
-        stay = {"resident_layers": layers, "resident_bytes": _sum(self._streamed_sizes(placement), layers)}
-        return placement.model_copy(update=stay)
+        return self._stay(placement, True) if placement.moved else placement
 
     @property
     def _chooses(self) -> bool:
@@ -372,7 +400,9 @@ class Placer:
         released = model.stored_ratio < 1 and not model.fp8_ratio and machine.gpu_count and self._coded
         if self.options.experts not in ("auto", "cpu") or not self._experts_on_demand or not (asked or released):
             return 0
-        update = {"experts": "on-demand", "expert_ratio": model.stored_ratio, "cpu_tokens": TUNING.max_cpu_tokens}
+        if cpu_reading_rate(machine) is None:
+            return TUNING.min_cpu_tokens if asked else 0
+        update = {"experts": "on-demand", "expert_ratio": model.expert_ratio, "cpu_tokens": TUNING.max_cpu_tokens}
         timing, limit = self._timing(self._base.model_copy(update=update)), TUNING.max_cpu_tokens
 
         def faster(tokens: int) -> bool:
@@ -449,10 +479,10 @@ class Placer:
         if placement.experts == "on-demand":
             expert = max(1, round(model.expert_bytes * placement.wire_ratio))
             more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert))
-            ratio = placement.kept_ratio * placement.form_ratio
-            kept, free, all_fit = _fitting(self._streamed_sizes(placement), ratio, free - more * expert)
+            routed, others = (ratio * placement.form_ratio for ratio in Sizes(placement, model).at_rest)
+            kept, free, all_fit = _fitting(self._streamed_sizes(placement), others, free - more * expert)
             if all_fit:
-                room = int(free / (model.expert_bytes * placement.kept_ratio))
+                room = int(free / (model.expert_bytes * routed))
                 kept += min(model.routed_bytes // model.expert_bytes, room) * model.expert_bytes
             return placement.expert_buffers + more, reserved + kept
         depth = max(TUNING.ring_depth, placement.kv_buffers)

@@ -62,6 +62,7 @@ class Rates:
     core_flops: float = 40e9
     assumed_cores: int = 16
     cpu_reads: float = 0.6
+    assumed_reads: float = 50e9  # the same of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s
     eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
     codes_rate: float = 0.72  # of GPU memory, where products read codes: experts of gpt-oss-120b and Mixtral
@@ -224,14 +225,16 @@ class Timing:
         return best
 
     def cpu_experts_s(self, tokens: int | None) -> float:
-        """Return the seconds in which the CPU computes a pass's experts; 0 if the GPU does, or no rate is known."""
+        """Return the seconds in which the CPU computes a pass's experts; 0 if the GPU does."""
         machine, model, touched = self.machine, self.model, self._sizes.touched(tokens)
-        if not touched or tokens is None or (rate := cpu_reading_rate(machine)) is None:
+        if not touched or tokens is None:
             return 0.0
+        rate = cpu_reading_rate(machine) or RATES.assumed_reads
         cores = machine.details.get("host", {}).get("cores") or RATES.assumed_cores
         pairs = tokens * model.experts_per_token / model.num_experts
-        flops = 2 * model.routed_bytes / model.dtype_bytes * pairs / (cores * RATES.core_flops)
-        layers = sum(layer.expert_parameters > 0 for layer in model.layers)
+        away = model.routed_bytes - self._sizes.resident_experts
+        flops = 2 * away / model.dtype_bytes * pairs / (cores * RATES.core_flops)
+        layers = sum(layer.expert_parameters > 0 for layer in model.layers) - len(self.placement.expert_layers)
         return layers * RATES.cpu_layer_s + max(touched * self.placement.expert_ratio / (RATES.cpu_codes * rate), flops)
 
     def attention_bytes(self, kv: float) -> float:
@@ -303,10 +306,13 @@ class Timing:
         read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0) - sizes.touched(work.tokens)
         if self.efficiency.perfect:
             return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
-        if not sizes.reads_codes:
-            return read
-        times = self.efficiency.hbm_share * placement.wire_ratio / RATES.codes_rate  # which is the kernels' own
-        return read * (1 - sizes.stays / model.weight_bytes * (1 - times))
+        rate = self.efficiency.hbm_share / RATES.codes_rate  # which is the kernels' own
+        if sizes.reads_codes:
+            return read * (1 - sizes.stays / model.weight_bytes * (1 - rate * placement.wire_ratio))
+        if sizes.code_layers:
+            touched = sizes.resident_experts * (1.0 if work.tokens is None else model.touched_share(work.tokens))
+            read -= touched * (1 - rate * placement.expert_ratio)
+        return read
 
     def _limits(self, work: _Work) -> dict[Bound, float]:
         """Return the seconds at links, memories, disk and matrix products; none if a rate is unknown."""
@@ -407,8 +413,8 @@ class Timing:
         """Return the seconds of a step's small kernels, which no bytes explain."""
         if tokens is None or not self.machine.gpu_count:
             return 0.0
-        from_codes = self.model.num_experts and self._sizes.reads_codes
-        return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
+        kernels = self.model.num_layers * RATES.kernel_s
+        return kernels + self._sizes.code_layers * self.efficiency.expert_kernel_s
 
     @property
     def _routed_layers_s(self) -> float:
@@ -432,7 +438,7 @@ class Timing:
         its turn, the other buffers hold what the link brought meanwhile and fits; the rest is unpacked as it comes.
         """
         placement, model, sizes = self.placement, self.model, self._sizes
-        layers: float = model.num_layers
+        layers: float = model.num_layers - len(placement.expert_layers)
         if placement.experts == "all":
             layers *= 1 - sizes.resident / model.streamed_bytes
         if not layers or not over_link:

@@ -77,7 +77,7 @@ def _readings(gpu: dict[str, Any]) -> dict[str, Any]:
 _COUNTED = frozenset({
     "slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers", "expert_buffer_bytes",
     "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_guessed_per_step",
-    "experts_right_per_step", "experts_on_cpu_per_step", "cpu_expert_tokens", "unpacked_layers",
+    "experts_right_per_step", "experts_on_cpu_per_step", "cpu_expert_tokens", "unpacked_layers", "gpu_expert_layers",
 })  # fmt: skip
 _NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention", "cached_experts": "expert_cache"}
 

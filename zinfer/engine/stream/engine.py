@@ -158,11 +158,14 @@ class Stream(SharedPasses):
         if source.experts and isinstance(source, MemorySource):
             tokens, auto, cpu = self.plan.placement.cpu_tokens, self.options.experts == "auto", None
             if tokens:
-                cpu = CpuExperts(source.memory, self.device, tokens, fast=auto, progress=self.progress)
-            self._pool = ExpertPool(source, self.device, ring, cpu)
+                cpu = CpuExperts(self.device, tokens, fast=auto, progress=self.progress)
+            given, loader.experts = loader.experts, {}
+            self._pool = ExpertPool(source, self.device, ring, cpu, self._products, given)
+            del given
             self._opened.callback(self._pool.close)
             for number, module in experts.items():
                 self._pool.attach(number, module)
+            self._pool.keep(())
         if self._group is None:  # the ranks of a group begin together, with a pass
             ring.start()
 
@@ -295,10 +298,14 @@ class Stream(SharedPasses):
         pool, products, experts = self._pool, self._products, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         stay = placement.resident_layers, placement.unpacked_layers
-        if not ring.keeps(*stay) or (pool is not None and experts != (pool.staging, pool.cached)):
+        whole = placement.expert_layers
+        if not ring.keeps(*stay) or (
+            pool is not None and (experts != (pool.staging, pool.cached) or not pool.keeps(whole))
+        ):
             self._graphs.clear()
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
+            pool.keep(whole)
         ring.keep(*stay)
         if products is not None:
             products.prepare(ring)
@@ -434,7 +441,8 @@ class Stream(SharedPasses):
             return {}
         if self._products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
-        return self._products.settings(set(range(len(ring.layers))).difference(ring.streamed))
+        codes = self._pool is not None and self._pool.reads_codes
+        return self._products.settings(set(range(len(ring.layers))).difference(ring.streamed), codes)
 
     def effective(self) -> Effective:
         self.finish_loading()
@@ -468,7 +476,7 @@ class Stream(SharedPasses):
             settings["experts"] = "all"
         return Effective(
             gpu_weight_bytes=self._resident_bytes + ring.kept_bytes + kept,
-            host_weight_bytes=source.host_bytes,
+            host_weight_bytes=source.host_bytes + (0 if pool is None else pool.host_bytes),
             nvme_weight_bytes=source.file_bytes,
             streamed_bytes_per_step=delivered,
             wire_bytes_per_step=wire,

@@ -28,7 +28,7 @@ from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of
 from zinfer.engine.stream.kv.cpu_kernel import library
 from zinfer.engine.stream.weights.chunk import Chunk
 from zinfer.engine.stream.weights.formats import CodesLayout
-from zinfer.engine.stream.weights.packed_experts import Experts, PackedExpert, PackedExperts
+from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, chunks_of
 from zinfer.engine.stream.weights.products import CheckedKernel
 from zinfer.engine.triton_check import cannot_run
 from zinfer.system.host import attending_cpus, usable_cpus
@@ -118,15 +118,14 @@ def _stop(requests: _Requests, thread: Thread, *_kept: object) -> None:
 
 
 class CpuExperts(CheckedKernel):
-    """Experts that the CPU computes. Their bytes are in `memory`; calls have up to `tokens` tokens. Results go to
-    `device`; `threads` compute them, by default one on nearly every core. With `fast` they are computed only where
-    all products are fast ones. `status` is ``on``, or why the CPU computes none."""
+    """Experts that the CPU computes. Calls have up to `tokens` tokens, and results go to `device`. `threads` compute
+    them, by default one on nearly every core. With `fast` they are computed only where all products are fast ones.
+    `status` is ``on``, or why the CPU computes none."""
 
     status: str
 
     def __init__(
         self,
-        memory: Tensor,
         device: torch.device,
         tokens: int,
         threads: int | None = None,
@@ -137,7 +136,7 @@ class CpuExperts(CheckedKernel):
         trouble = cannot_run(device) if device.type == "cuda" else None  # kernels ask for them
         status = trouble or "on" if self._library else "no C compiler that works here"
         super().__init__(status, "the model's own experts", progress)
-        self.tokens, self._memory, self._device, self._fast = tokens, memory, device, fast
+        self.tokens, self._device, self._fast = tokens, device, fast
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(usable_cpus())
         self._layers: dict[int, _Layer] = {}
@@ -148,12 +147,12 @@ class CpuExperts(CheckedKernel):
         self._kept = list[tuple[object, ...]]()  # calls and buffers of before
         self._dtype, self._width = torch.float32, 0
 
-    def attach(self, number: int, packed: PackedExperts, experts: Experts) -> None:
-        """Read the experts of layer `number` where they lie; `status` says why if that cannot be."""
+    def attach(self, number: int, packed: PackedExperts, experts: Experts, memory: Tensor) -> None:
+        """Read the experts of layer `number` where they lie in `memory`; `status` says why if that cannot be."""
         if self.status != "on":
             return
         try:
-            self._layers[number] = self._layer_of(packed, experts)
+            self._layers[number] = self._layer_of(packed, experts, memory)
         except Unsupported as error:
             self.status = str(error)
 
@@ -218,7 +217,6 @@ class CpuExperts(CheckedKernel):
         if self._server is not None:
             self._server.close()
         self._layers, self._calls, self._buffers, self._kept = {}, {}, (), []
-        self._memory = torch.empty(0, dtype=torch.uint8)
         self.status = "closed"
 
     def _memory_for(self, each: int) -> tuple[Tensor, ...]:
@@ -250,7 +248,7 @@ class CpuExperts(CheckedKernel):
             self._calls[key] = _Call(own, *pointers, tokens, each, self._threads)
         return self._calls[key]
 
-    def _layer_of(self, packed: PackedExperts, experts: Experts) -> _Layer:
+    def _layer_of(self, packed: PackedExperts, experts: Experts, memory: Tensor) -> _Layer:
         module = experts.module
         gate = None if computes_more(module) else gate_of(module)
         if gate is None:
@@ -259,7 +257,7 @@ class CpuExperts(CheckedKernel):
         if not {"gate_up_proj", "down_proj"} <= names.keys() or not hasattr(module, "is_transposed"):
             raise Unsupported(f"{type(module).__name__} has other matrices")
         up, down = (
-            self._matrix_of(packed, names[leaf], names.get(f"{leaf}_bias"), bool(module.is_transposed))
+            self._matrix_of(packed, names[leaf], names.get(f"{leaf}_bias"), bool(module.is_transposed), memory)
             for leaf in ("gate_up_proj", "down_proj")
         )
         if self._fast and not (up.fast and down.fast):
@@ -267,22 +265,24 @@ class CpuExperts(CheckedKernel):
             raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
         self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]
-        return _layer(up, down, len(packed.experts), block.dtype, gate)
+        own = _layer(up, down, len(packed.experts), block.dtype, gate)
+        own.memory = memory  # goes with it
+        return own
 
-    def _matrix_of(self, packed: PackedExperts, name: str, bias: str | None, turned: bool) -> _Matrix:
+    def _matrix_of(self, packed: PackedExperts, name: str, bias: str | None, turned: bool, memory: Tensor) -> _Matrix:
         block = packed.blocks[name]
-        chunks = [_chunks_of(expert, block, number, packed) for number, expert in enumerate(packed.experts)]
-        return matrix(self._memory, chunks, block, turned, self._library, self._bias_of(packed, bias))
+        chunks = [chunks_of(packed, block, number) for number in range(len(packed.experts))]
+        return matrix(memory, chunks, block, turned, self._library, self._bias_of(packed, bias, memory))
 
-    def _bias_of(self, packed: PackedExperts, name: str | None) -> list[int] | None:
+    def _bias_of(self, packed: PackedExperts, name: str | None, memory: Tensor) -> list[int] | None:
         if name is None:
             return None
         block, places = packed.blocks[name], []
-        for number, expert in enumerate(packed.experts):
-            chunks = _chunks_of(expert, block, number, packed)
+        for number in range(len(packed.experts)):
+            chunks = chunks_of(packed, block, number)
             if len(chunks) != 1 or chunks[0].layout is not None:
                 raise Unsupported(f"{name} is coded")
-            places.append(self._memory.data_ptr() + chunks[0].start)
+            places.append(memory.data_ptr() + chunks[0].start)
         return places
 
 
@@ -290,14 +290,6 @@ def _layer(up: _Matrix, down: _Matrix, experts: int, dtype: torch.dtype, gate: G
     own = _Layer(up, down, experts, _TYPES.index(dtype), gate.interleaved, gate.alpha, gate.limit, gate.offset, 0.0)
     own.matrices = up, down  # what they point to goes with them
     return own
-
-
-def _chunks_of(expert: PackedExpert, block: TensorPlace, number: int, packed: PackedExperts) -> list[Chunk]:
-    """Return the chunks of an expert's part of a weight, by row."""
-    stride = block.size // len(packed.experts)
-    first = block.offset + number * stride
-    chunks = [chunk for chunk in expert.chunks if first <= chunk.place < first + stride]
-    return sorted(chunks, key=lambda chunk: chunk.place)
 
 
 def matrix(

@@ -8,12 +8,13 @@ computes: it reads the places of the chosen experts and no others (`zinfer.engin
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache. In a pass of few tokens the CPU may compute them
-instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link.
+instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link. Some layers keep all of their experts on the
+device (`zinfer.engine.stream.experts.resident`), which computes them itself in every pass.
 """
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
@@ -26,10 +27,13 @@ from torch import Tensor, nn
 from zinfer.core.case import Option, spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.experts.cpu import CpuExperts
+from zinfer.engine.stream.experts.resident import ResidentExperts, resident
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.chunk import ONCE
-from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
+from zinfer.engine.stream.weights.low_bit import Matrix
+from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, chunks_of
+from zinfer.engine.stream.weights.products import LazyWeight, PackedProducts, holds_codes
 from zinfer.engine.stream.weights.queues import Event
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
@@ -132,13 +136,28 @@ class ExpertPool:
     that the first ones are unpacked while the last ones come. The rules of `zinfer.engine.stream.weights.ring` hold
     here, too: a part of a buffer is read behind its event `arrived`; a buffer is written behind its event `freed`,
     recorded behind its last read; and a copy into it is issued only once that has been recorded, since only then it is
-    free. `cpu` computes the experts of passes of few tokens, if it can."""
+    free. `cpu` computes the experts of passes of few tokens, if it can. The experts of some layers are in no source:
+    `given` are their bytes, on the device. Codes of experts that stay are multiplied by `products`."""
 
     def __init__(
-        self, source: MemorySource, device: torch.device, ring: PrefetchRing, cpu: CpuExperts | None = None
+        self,
+        source: MemorySource,
+        device: torch.device,
+        ring: PrefetchRing,
+        cpu: CpuExperts | None = None,
+        products: PackedProducts | None = None,
+        given: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.layers = layers = source.experts
-        self._cpu = cpu
+        self._cpu, self._products = cpu, products
+        self._given = dict(given or {})  # until they are in the form in which they stay
+        self._only_resident = frozenset(self._given)
+        self._resident: dict[int, ResidentExperts] = {}  # by layer
+        self._unread = set[int]()  # layers whose codes no kernel reads
+        self._returned: dict[int, Tensor] = {}  # bytes of such layers that were given, in host memory
+        self._experts: dict[int, Experts] = {}  # by layer
+        self._weights: dict[int, dict[str, Tensor]] = {}  # of each layer's module
+        self._filled_in = set[str]()  # weights that stay, unpacked to the layer buffer in the call under way
         self._computing = False  # the CPU computes the experts of the pass under way
         self.counts = ExpertCounts()
         self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
@@ -163,7 +182,7 @@ class ExpertPool:
         self._attached: list[nn.Module] = []  # modules of experts
         self.staging = self.cached = 0  # buffers of coming and of resident experts
         # All experts in the order of the layers; a pass that brings all keeps as many of each layer.
-        self._keys = [(layer, expert) for layer in sorted(layers) for expert in range(len(layers[layer].experts))]
+        self._keys = self._keys_of(layers)
         self._spread = frozenset[Key]()
         largest = max((self._packed(key).size for key in self._keys), default=0)
         self.buffer_bytes = -(-largest // ALIGNMENT) * ALIGNMENT
@@ -172,17 +191,21 @@ class ExpertPool:
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
         """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay."""
         if self._cpu is not None and self.computes(tokens):
-            self.steps.append(ExpertCounts(on_cpu=tokens * self._cpu.each * len(self.layers)))
+            layers = len(self.layers) - len(self._resident)
+            self.steps.append(ExpertCounts(on_cpu=tokens * self._cpu.each * layers))
         else:
             self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
     def computes(self, tokens: int) -> bool:
-        """Tell whether the CPU computes the experts of passes of `tokens` tokens. Graphs can hold such passes."""
+        """Tell whether the CPU computes the experts of passes of `tokens` tokens. Layers whose experts stay do without
+        it. Graphs can hold such passes."""
         return self._cpu is not None and self._cpu.status == "on" and tokens <= self._cpu.tokens
 
     def stays(self, tokens: int) -> bool:
         """Tell whether passes of `tokens` tokens need nothing of the host. All experts stay then, and the device alone
         learns which are chosen."""
+        if self.layers.keys() == self._resident.keys():
+            return True
         return tokens == 1 and self._places.keys() == self.layers.keys() and None not in self._places.values()
 
     def per_step(self, name: str) -> float:
@@ -200,6 +223,8 @@ class ExpertPool:
             "expert_buffer_bytes": self.buffer_bytes,
             "expert_cache": "lfu",
             "cached_experts": self.cached,
+            "gpu_expert_layers": len(self._resident),
+            "cpu_expert_layers": len(self.layers) - len(self._resident) if self.computes(1) else 0,
             **({} if self._cpu is None else self._cpu.settings),
             **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in names},
         }
@@ -207,15 +232,25 @@ class ExpertPool:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the experts that stay on the device."""
-        return sum(self.layers[layer].experts[expert].size for layer, expert in self._cache)
+        cached = sum(self.layers[layer].experts[expert].size for layer, expert in self._cache)
+        return cached + sum(experts.nbytes for experts in self._resident.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of experts in host memory besides the source's."""
+        return sum(memory.nbytes for memory in self._returned.values())
+
+    @property
+    def reads_codes(self) -> bool:
+        """True if experts that stay are multiplied from their codes."""
+        return any(experts.matrices for experts in self._resident.values())
 
     def attach(self, layer: int, experts: Experts) -> None:
         """Make a layer's experts views of the layer buffer. Those chosen come before they compute, or the CPU does."""
-        if self._cpu is not None:
-            self._cpu.attach(layer, self.layers[layer], experts)
-        blocks = self.layers[layer].blocks
-        for name, entry in experts.weights.items():
-            entry.put(blocks[name].view(self.layer_buffer))
+        self._experts[layer] = experts
+        if self._cpu is not None and layer not in self._given:
+            self._cpu.attach(layer, self.layers[layer], experts, self._source)
+        self._weights[layer] = {name: entry.put(self._weight(layer, name)) for name, entry in experts.weights.items()}
         signature, computed = inspect.signature(type(experts.module).forward), experts.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -225,6 +260,9 @@ class ExpertPool:
                 self.bring(layer, given[1])
                 return computed(*args, **kwargs)
 
+            self._filled_in.clear()
+            if layer in self._resident:
+                return computed(*args, **kwargs)
             if self._cpu is None or not self._computing or len(given) != 3 or not self._cpu.takes(layer, *given):
                 return on_device()
             kind = type(experts.module), given[0].dtype
@@ -234,36 +272,124 @@ class ExpertPool:
         experts.module.forward = forward
         self._attached.append(experts.module)
 
+    def _weight(self, layer: int, name: str) -> Tensor:
+        """Return a weight as a view of the layer buffer. Kernels may read its codes instead while it stays."""
+        packed = self.layers[layer]
+        block, view = packed.blocks[name], packed.blocks[name].view(self.layer_buffer)
+        chunks = [chunk for number in self._numbers(layer) for chunk in chunks_of(packed, block, number)]
+        if self._products is None or self._products.status != "on" or not holds_codes(chunks, block):
+            return view
+        return LazyWeight(
+            view, partial(self._fill_in, layer, name), lambda *_: None, partial(self._matrix, layer, name)
+        )
+
+    def _matrix(self, layer: int, name: str) -> Matrix | None:
+        return self._resident[layer].matrices.get(name) if layer in self._resident else None
+
+    def _fill_in(self, layer: int, name: str) -> None:
+        """Unpack a weight that stays, once a call. One that came is unpacked."""
+        if (matrix := self._matrix(layer, name)) is None or name in self._filled_in:
+            return
+        self._filled_in.add(name)
+        self._filled = -1, set()
+        with self._ring.untimed(layer, unpacks=True):
+            matrix.unpack(self.layers[layer].blocks[name].view(self.layer_buffer))
+
+    def keeps(self, layers: Iterable[int]) -> bool:
+        """Tell whether `keep` changes nothing."""
+        return self._wanted(layers) == self._resident.keys()
+
+    def _wanted(self, layers: Iterable[int]) -> set[int]:
+        return {*layers, *self._only_resident} - self._unread
+
+    def keep(self, layers: Iterable[int]) -> None:
+        """Keep all experts of `layers` on the device from now on. Those without a source stay, too; those whose codes
+        no kernel reads do not. If that changes anything, it waits for the device and drops all experts in buffers.
+        Raises torch.OutOfMemoryError."""
+        wanted = self._wanted(layers)
+        if wanted == self._resident.keys():
+            return
+        self._empty()
+        for layer in self._resident.keys() - wanted:
+            del self._resident[layer]
+            for name, weight in self._weights[layer].items():
+                weight.data = self.layers[layer].blocks[name].view(self.layer_buffer)
+        try:
+            for layer in sorted(wanted - self._resident.keys()):
+                given = self._given.pop(layer, None)
+                content = self._copy_of(layer) if given is None else given
+                made = resident(self.layers[layer], content, self.layer_buffer, self._products)
+                if made is not None:
+                    self._resident[layer] = made
+                    for name, tensor in made.tensors.items():
+                        self._weights[layer][name].data = tensor
+                    continue
+                self._unread.add(layer)
+                if given is not None:
+                    self._return(layer, given)
+        finally:
+            self._keys = self._keys_of(self.layers.keys() - self._resident.keys())
+            self._choose_spread()
+
+    def _choose_spread(self) -> None:
+        """Choose the experts that a pass which brings all keeps: as many of each layer."""
+        count = len(self._keys)
+        self._spread = frozenset(self._keys[index] for index in spread(min(self.cached, count), count))
+
+    def _return(self, layer: int, content: Tensor) -> None:
+        """Put experts into host memory that cannot stay on the device."""
+        memory = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
+        self._returned[layer] = memory.copy_(content)
+        if self._cpu is not None:
+            self._cpu.attach(layer, self.layers[layer], self._experts[layer], memory)
+
+    def _copy_of(self, layer: int) -> Tensor:
+        packed = self.layers[layer]
+        content = torch.empty(packed.size, dtype=torch.uint8, device=self._device)
+        return content.copy_(self._source[packed.start : packed.start + packed.size])
+
+    def _keys_of(self, layers: Iterable[int]) -> list[Key]:
+        return [(layer, expert) for layer in sorted(layers) for expert in self._numbers(layer)]
+
+    def _empty(self) -> None:
+        """Wait for the device and drop all experts in buffers."""
+        self._queues.finish()
+        self._cache.clear()
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, deque()
+        self._asked.clear()
+        self._filled = -1, set()
+        self._free = deque(range(len(self._freed)))
+
     def resize(self, staging: int, cached: int) -> None:
         """Have `staging` buffers for coming experts, and `cached` for resident ones. There are at least two of the
         former. If that changes anything, it waits for the device and drops all experts."""
         staging, cached = max(2, staging), min(cached, len(self._keys))
         if (staging, cached) == (self.staging, self.cached):
             return
-        self._queues.finish()
-        self._cache.clear()
-        self._at, self._coming, self._places, self._ahead = {}, {}, {}, deque()
-        self._asked.clear()
+        self._empty()
         self._free.clear()
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
         self._memory = torch.empty(0, dtype=torch.uint8)
         count = staging + cached
         self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
-        parts = max(len(self._packed(key).parts) for key in self._keys)
+        parts = max(len(expert.parts) for packed in self.layers.values() for expert in packed.experts)
         self._arrived = [[self._queues.event() for _ in range(parts)] for _ in range(count)]
         self._freed = [self._queues.event() for _ in range(count)]
         self.staging, self.cached = staging, cached
         self._free.extend(range(count))
-        self._spread = frozenset(self._keys[index] for index in spread(cached, len(self._keys)))
+        self._choose_spread()
 
     def begin(self, scanning: bool, computing: bool = False) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order. With `computing` the CPU
-        computes them."""
+        computes them. Experts that stay neither come nor go."""
         self.scanning, self._computing = scanning and not computing, computing
+        if self._resident:  # whose graphs may have filled the layer buffer
+            self._filled = -1, set()
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
-        self._ring.holds = frozenset() if scanning or computing else frozenset(self.layers)
+        coming = self.layers.keys() - self._resident.keys()
+        self._ring.holds = frozenset() if scanning or computing else frozenset(coming)
         self._ahead = deque(self._keys if self.scanning else ())
         if self.scanning:
             self._issue()
@@ -305,7 +431,8 @@ class ExpertPool:
             self._cpu.close()
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
-        self._attached = []
+        self._attached, self._experts, self._weights = [], {}, {}
+        self._resident, self._given, self._returned = {}, {}, {}
         self._at, self._coming, self._places, self._ahead = {}, {}, {}, deque()
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -374,19 +501,20 @@ class ExpertPool:
                 number, packed, start = self._at[keys[0]], self._packed(keys[0]), 0
                 if len(keys) > 1:
                     size = (len(keys) - 1) * self.buffer_bytes + packed.size
-                    self._write(packed.start, number * self.buffer_bytes, size)
+                    self._write(layer, packed.start, number * self.buffer_bytes, size)
                 for part, stop in enumerate(packed.parts):
                     if len(keys) == 1:
-                        self._write(packed.start + start, number * self.buffer_bytes + start, stop - start)
+                        self._write(layer, packed.start + start, number * self.buffer_bytes + start, stop - start)
                     for place in range(number, number + len(keys)):
                         self._arrived[place][part].record()
                     start = stop
             end = mark(self._device.type == "cuda")
         self._ring.note(("copy", layer, begin, end, "expert"))
 
-    def _write(self, source: int, target: int, size: int) -> None:
-        """Copy host memory from byte `source` on to the buffers' byte `target`."""
-        self._memory[target : target + size].copy_(self._source[source : source + size], non_blocking=True)
+    def _write(self, layer: int, source: int, target: int, size: int) -> None:
+        """Copy host memory of a layer to the buffers. It goes from byte `source` on to their byte `target`."""
+        memory = self._returned.get(layer, self._source)[source : source + size]
+        self._memory[target : target + size].copy_(memory, non_blocking=True)
 
     def _ensure(self, key: Key) -> None:
         """Have an expert come, unless it does."""

@@ -74,8 +74,11 @@ class Loader:
         self._state, self._pin, lossless = state, device.type == "cuda", plan.placement.codec == "lossless"
         plain = plan.placement.cpu_tokens > 0  # the CPU reads experts as released
         self._packing = Packing(state, lossless, device, progress, experts, plan.placement.gpus, plain)
-        self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
+        moved = plan.placement.moved
+        self._staying = frozenset(plan.placement.resident_layers if moved else ())
+        self._staying_experts = frozenset(plan.placement.expert_layers if moved else ())
         self._resident: dict[int, Tensor] = {}  # bytes of these layers, on the device
+        self.experts: dict[int, Tensor] = {}  # bytes of the experts that stay, on the device, by layer
         self._resident_bytes = 0  # of all ranks together
         self._memory: PinnedArena | None = None
         self._folder: Path | None = None  # of packed layers that serve
@@ -157,8 +160,9 @@ class Loader:
         count, group = len(self._state.layers), self._group
         size = sum(self._packing.unpacked_bytes(number) for number in range(count) if number not in self._staying)
         size += PAGE * count  # what `lock_taken` leaves out between layers
-        for experts in self._packing.experts.values():
-            size += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
+        for number, experts in self._packing.experts.items():
+            if number not in self._staying_experts:
+                size += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
         shared = None if group is None else group.weights  # all ranks lock it later
         arena = PinnedArena(size, self._pin and group is None, self._progress, grow=True, shared=shared)
         owned.callback(arena.close)
@@ -176,13 +180,22 @@ class Loader:
         count, progress = len(self._state.layers), progress or self._progress
         device = torch.device("cpu") if self._folder is not None else self._device
 
+        apart = dict[int, LayerMemory]()  # memory of experts that stay
+
         def memory_of(number: int) -> LayerMemory | PinnedArena:
             return LayerMemory(device) if number in self._staying else arena
+
+        def expert_memory_of(number: int) -> LayerMemory | PinnedArena:
+            if number not in self._staying_experts:
+                return arena
+            apart[number] = LayerMemory(device)
+            return apart[number]
 
         packed_layers: Iterator[tuple[int, PackedLayer, PackedExperts | None, LayerMemory | PinnedArena]]
         if self._folder is None:
             check_free(round(arena.size * self._plan.placement.wire_ratio))
-            packed_layers = replace(self._packing, progress=progress).layers(memory_of, resident)
+            packing = replace(self._packing, progress=progress)
+            packed_layers = packing.layers(memory_of, resident, expert_memory_of)
         else:
             self._load_others(resident)
             packed_layers = packed.read(self._folder, self._state, memory_of, progress)
@@ -192,6 +205,8 @@ class Loader:
             arena.lock_taken()
             if packed_experts is not None:
                 on_demand[number] = packed_experts
+            if number in apart:
+                self.experts[number] = apart.pop(number).whole()
             if isinstance(memory, LayerMemory):
                 self._keep(number, layer, memory.whole().to(self._device))
             publish(number, layer)

@@ -31,13 +31,15 @@ AnyMemory = TypeVar("AnyMemory", bound=Memory)
 class Identity:
     """Codec that copies tensors to their places, uncoded. It packs one layer, whose entries come one by one."""
 
-    def __init__(self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, gpus: int) -> None:
-        self._start = memory.used
-        self._layer = plain(dense_tensors(entries, experts), self._start, gpus)
-        self._experts, end = (None, self._layer.end)
+    def __init__(
+        self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, expert_memory: Memory, gpus: int
+    ) -> None:
+        self._layer = plain(dense_tensors(entries, experts), memory.used, gpus)
+        self._content = memory.allocate(self._layer.size)
+        self._experts, self._start = None, expert_memory.used
         if experts is not None:
-            self._experts, end = lay_out_experts(experts, end)
-        self._content = memory.allocate(end - self._start)
+            self._experts, end = lay_out_experts(experts, self._start)
+            self._expert_content = expert_memory.allocate(end - self._start)
 
     def add(self, name: str, loaded: Loaded) -> None:
         """Take an entry. It is valid until the next one comes."""
@@ -45,7 +47,7 @@ class Identity:
         if name in self._layer.blocks:
             self._layer.blocks[name].view(self._content).copy_(loaded)
         elif self._experts is not None:
-            fill_experts(self._experts, name, loaded, self._content, self._start)
+            fill_experts(self._experts, name, loaded, self._expert_content, self._start)
 
     def finish(self) -> tuple[PackedLayer, PackedExperts | None]:
         """Return the layer once all entries have come."""
@@ -60,11 +62,13 @@ class Lossless:
         entries: Mapping[str, Entry],
         experts: Experts | None,
         memory: Memory,
+        expert_memory: Memory,
         gpus: int,
         device: torch.device,
         plain: bool = False,
     ) -> None:
-        self._entries, self._experts, self._memory = entries, experts, memory
+        self._entries, self._experts = entries, experts
+        self._memory, self._expert_memory = memory, expert_memory
         self._gpus, self._device, self._plain = gpus, device, plain
         self._tensors: dict[str, Tensor] = {}
         self._codes: dict[str, list[Codes]] = {}
@@ -86,7 +90,7 @@ class Lossless:
         mostly = 2 * quantised > sum(entry.tensor.numel() for entry in self._entries.values())
         layer, experts = pack(tensors, self._memory, coded, self._gpus, mostly), None
         if self._experts is not None:
-            experts = pack_experts(self._experts, self._tensors, self._codes, self._memory, self._plain)
+            experts = pack_experts(self._experts, self._tensors, self._codes, self._expert_memory, self._plain)
         return layer, experts
 
 
@@ -114,12 +118,16 @@ class Packing:
         return lay_out(dense_tensors(self.state.of_layer(number), self.experts.get(number)))[1]
 
     def layers(
-        self, memory_of: Callable[[int], AnyMemory], resident: Mapping[str, Tensor] | None = None
+        self,
+        memory_of: Callable[[int], AnyMemory],
+        resident: Mapping[str, Tensor] | None = None,
+        expert_memory_of: Callable[[int], Memory] | None = None,
     ) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
         """Load the model, and yield each packed layer once it is whole. Yields its number, chunks, experts and memory,
-        in any order. `memory_of` names the memory that a layer is packed into. Entries outside the layers are copied to
-        `resident`, by name, or skipped if that is None."""
-        packers, coding = dict[int, tuple[Identity | Lossless, AnyMemory]](), (self.device, self.plain)
+        in any order. `memory_of` names the memory that a layer is packed into, `expert_memory_of` that of its experts
+        if it is another one. Entries outside the layers are copied to `resident`, by name, or skipped if that is
+        None."""
+        packers = dict[int, tuple[Identity | Lossless, AnyMemory]]()
         missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
         for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):
             if index is None:
@@ -128,8 +136,10 @@ class Packing:
                 continue
             if index not in packers:
                 entries, memory = self.state.of_layer(index), memory_of(index)
-                missing[index], given = set(entries), (entries, self.experts.get(index), memory, self.gpus)
-                packers[index] = Lossless(*given, *coding) if self.lossless else Identity(*given), memory
+                apart = memory if expert_memory_of is None else expert_memory_of(index)
+                missing[index], given = set(entries), (entries, self.experts.get(index), memory, apart, self.gpus)
+                packer = Lossless(*given, self.device, self.plain) if self.lossless else Identity(*given)
+                packers[index] = packer, memory
             for name, tensor in group:
                 packers[index][0].add(name, tensor)
                 missing[index].discard(name)

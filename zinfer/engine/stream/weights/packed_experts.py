@@ -72,6 +72,15 @@ class PackedExperts:
     blocks: Mapping[str, TensorPlace]
     unpacked_bytes: int
 
+    @property
+    def start(self) -> int:
+        return self.experts[0].start
+
+    @property
+    def size(self) -> int:
+        """Bytes of all experts, which follow each other."""
+        return self.experts[-1].chunks[-1].end - self.start
+
     @cached_property
     def repeats(self) -> tuple[Repeat, ...]:
         """Distances between chunks of successive experts. Empty unless all are alike."""
@@ -99,6 +108,14 @@ class PackedExperts:
         """Return how many experts come and are unpacked together. A buffer has `buffer_bytes`."""
         together = bool(self.repeats) and self.repeats[0].packed == buffer_bytes
         return max(1, RUN_BYTES // buffer_bytes) if together else 1
+
+
+def chunks_of(packed: PackedExperts, block: TensorPlace, number: int) -> list[Chunk]:
+    """Return the chunks of an expert's part of a stacked weight. They are in the order of its rows."""
+    stride = block.size // len(packed.experts)
+    first = block.offset + number * stride
+    chunks = [chunk for chunk in packed.experts[number].chunks if first <= chunk.place < first + stride]
+    return sorted(chunks, key=lambda chunk: chunk.place)
 
 
 def padding(experts: Experts) -> int:

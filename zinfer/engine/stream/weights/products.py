@@ -33,6 +33,7 @@ from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.triton_check import alike
 
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
+Parts = Sequence[tuple[Chunk, Tensor]]  # chunks of a weight, and their bytes
 CHECKED = 3  # tokens of the first product of a kind
 
 # Functions that return or set the place, shape and type of a tensor, and read none of its values.
@@ -146,7 +147,7 @@ class PackedProducts(CheckedKernel):
         """Attach a layer to `ring`. Its weights that kernels may read are lazy."""
         packed, weights = ring.layers[index], dict[str, Tensor]()
         for name, block in packed.blocks.items() if self.status == "on" else ():
-            if entries[name].is_parameter and _holds_codes(packed.chunks_of(block), block):
+            if entries[name].is_parameter and holds_codes(packed.chunks_of(block), block):
                 fill, product = partial(self._fill_in, ring, index, name), partial(self._multiply, index, name)
                 matrix = partial(self._matrix, index, name)
                 weights[name] = LazyWeight(block.view(ring.layer_buffer), fill, product, matrix)
@@ -158,34 +159,44 @@ class PackedProducts(CheckedKernel):
         staying = set(range(len(ring.layers))).difference(ring.streamed, ring.unpacked)
         self._matrices = {index: matrices for index, matrices in self._matrices.items() if index in staying}
         for index in sorted(staying.intersection(self._lazy).difference(self._matrices)):
-            made = {name: self._made(ring, index, name) for name in self._lazy[index] if self.status == "on"}
-            try:
-                low_bit.finish(self._progress)
-            except Exception as error:
-                made = {}
-                self.give_up(f"the kernel failed: {error_line(error)[:120]}")
-            self._matrices[index] = {name: matrix for name, matrix in made.items() if matrix is not None}
+            held, weights = ring.held(index), dict[str, tuple[TensorPlace, Parts]]()
+            for name in self._lazy[index]:
+                block = ring.layers[index].blocks[name]
+                weights[name] = block, [(chunk, ring.bytes_of(index, chunk)) for chunk in held.chunks_of(block)]
+            self._matrices[index] = self.matrices_of(weights, ring.layer_buffer)
+            del weights  # or the layer's bytes stay
             ring.shed(index, self._matrices[index])
+
+    def matrices_of(
+        self, weights: Mapping[str, tuple[TensorPlace, Parts]], buffer: Tensor
+    ) -> dict[str, low_bit.Matrix]:
+        """Bring weights into the kernels' form; return those that they can read, by name. Each has its place in a layer
+        `buffer`, where it is unpacked for a trial, and its chunks with their bytes. Raises torch.OutOfMemoryError."""
+        made = {name: self._made(*weight, buffer) for name, weight in weights.items() if self.status == "on"}
+        try:
+            low_bit.finish(self._progress)
+        except Exception as error:
+            made = {}
+            self.give_up(f"the kernel failed: {error_line(error)[:120]}")
+        return {name: matrix for name, matrix in made.items() if matrix is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights in the kernels' form."""
         return sum(matrix.nbytes for matrices in self._matrices.values() for matrix in matrices.values())
 
-    def settings(self, staying: Iterable[int]) -> dict[str, Option]:
-        """Return how products with layers that stay are computed."""
-        serves = self.status != "on" or any(self._matrices.get(index) for index in staying)
+    def settings(self, staying: Iterable[int], serves: bool = False) -> dict[str, Option]:
+        """Return how products with layers that stay are computed. With `serves`, some weights are read from codes."""
+        serves = serves or self.status != "on" or any(self._matrices.get(index) for index in staying)
         return {"packed_kernel": self.status if serves else "no weights that it reads"}
 
     def restart(self, index: int) -> None:
         """Have the next layer's lazy weights unpacked when read. It is layer `index`."""
         self._waiting = index, set(self._lazy.get(index, ()))
 
-    def _made(self, ring: PrefetchRing, index: int, name: str) -> low_bit.Matrix | None:
+    def _made(self, block: TensorPlace, parts: Parts, buffer: Tensor) -> low_bit.Matrix | None:
         """Return a weight in the kernels' form; None if it stays as it is."""
-        block, held = ring.layers[index].blocks[name], ring.held(index)
-        chunks = held.chunks_of(block)
-        codes = [chunk.layout.views(ring.bytes_of(index, chunk)) for chunk in chunks]  # type: ignore[union-attr]
+        codes = [chunk.layout.views(content) for chunk, content in parts]  # type: ignore[union-attr]
         form = low_bit.form_of(codes, block.shape, block.dtype)
         if form is None:
             return None
@@ -198,8 +209,9 @@ class PackedProducts(CheckedKernel):
         states = torch.randn(CHECKED, form.columns, dtype=block.dtype, device=form.weight.device)
 
         def plain() -> Tensor:
-            ring.unpack_resident(index, chunks)
-            weight = block.view(ring.layer_buffer)
+            for chunk, content in parts:
+                chunk.unpack(content, buffer)
+            weight = block.view(buffer)
             if not form.experts:
                 return functional.linear(states, weight)
             rows = [weight[expert].t() if form.transposed else weight[expert] for expert in _few(form)]
@@ -253,7 +265,7 @@ def _trial(matrix: low_bit.Matrix, states: Tensor) -> Tensor:
     return matrix.multiply_pairs(states, experts, {}).float().sum(1).to(states.dtype)
 
 
-def _holds_codes(chunks: Sequence[Chunk], block: TensorPlace) -> bool:
+def holds_codes(chunks: Sequence[Chunk], block: TensorPlace) -> bool:
     """Tell whether a matrix is in codes that kernels may read."""
     layouts = [chunk.layout for chunk in chunks]
     return len(block.shape) in (2, 3) and all(

@@ -48,6 +48,7 @@ def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> 
     if fields.get("status", "ok") == "ok":
         prefill_s = max(step_s, workload.batch_size * workload.input_len / 9000)
         streamed = 0 if asked.offload == "none" else LAYERS_BYTES
+        wire = round(0.667 * streamed) if ("weight_codec", "lossless") in asked.options else None
         samples = {
             "ttft_ms": [1e3 * prefill_s * noise.uniform(1, 1.04) for _ in range(repeats)],
             "step_ms": [
@@ -55,7 +56,10 @@ def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> 
                 for _ in range(repeats)
             ],
             "effective": Effective(
-                gpu_weight_bytes=76_000_000_000 - streamed, host_weight_bytes=streamed, streamed_bytes_per_step=streamed
+                gpu_weight_bytes=76_000_000_000 - streamed,
+                host_weight_bytes=streamed,
+                streamed_bytes_per_step=streamed,
+                wire_bytes_per_step=wire,
             ),
             "link_bandwidth": LINK,
             "gpu_peak_bytes": 20 << 30,

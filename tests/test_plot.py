@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from tests import invoke, mentions
 from tests.results import case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
-from zinfer.record.measurement import Measurement, Span, spans
+from zinfer.record.measurement import Effective, Measurement, Span, spans
 from zinfer.record.store import Store
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
@@ -151,7 +151,7 @@ def test_the_timeline_shows_the_fastest_configurations() -> None:
     assert "3 of 4" in figure.texts[1].get_text()
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "whole steps share a scale"
     busy, waits = labels(figure.axes[0])[1:]
-    assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "81.4 GB/s", "149.2%")
+    assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "54.3 GB/s", "99.5%")
     assert mentions(waits, "link", "6.9 ms", "0.8%", "6.9", "GPU", "6.5")
 
 
@@ -254,16 +254,39 @@ def test_titles_legend_and_data_do_not_overlap(name: str) -> None:
         assert not any(legend.overlaps(panel) for panel in panels)
 
 
-def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
+def test_limits_are_dashed_and_lie_above_what_crosses_the_link() -> None:
     axes = shown("sweep")["throughput"].axes[0]
-    (limit,) = [line for line in axes.lines if line.get_linestyle() == "--"]
-    assert limit.get_marker() == "None"
-    (x, _), (y, _) = values(limit.get_xdata()), values(limit.get_ydata())
-    rate = y / x
     lines = measured(axes)
-    assert rate == pytest.approx(54.6e9 / 69_057_937_408)
-    assert all(y < rate * x for x, y in zip(*lines["stream cpu"], strict=True))
-    assert all(y > rate * x for x, y in list(zip(*lines["stream cpu weight_codec=lossless"], strict=True))[:4])
+    limits = {str(line.get_linestyle()): line for line in axes.lines if line.get_linestyle() in ("--", ":")}
+    uncoded = ["stream cpu", "deepspeed cpu"]
+    above = {"--": [*uncoded, "stream cpu weight_codec=lossless"], ":": uncoded}
+    for style, share in (("--", 0.667), (":", 1)):
+        assert limits[style].get_marker() == "None"
+        assert ("coded" in str(limits[style].get_label())) == (share < 1)
+        (x, _), (y, _) = values(limits[style].get_xdata()), values(limits[style].get_ydata())
+        rate = y / x
+        assert rate == pytest.approx(54.6e9 / (share * 69_057_937_408))
+        for label in above[style]:
+            assert all(y < rate * x for x, y in zip(*lines[label], strict=True))
+
+
+def test_budgets_are_drawn_over_the_weights_that_were_on_the_gpu() -> None:
+    points = []
+    for size in (1, 32):
+        for gib, share in ((10, "0%"), (30, "50%"), (50, "100%"))[: 3 if size == 32 else 2]:
+            effective = Effective(gpu_weight_bytes=gib << 30)
+            points.append(point(case(size, gpu_weights=share), 1 / gib, effective=effective, link_bandwidth=None))
+    points += [point(case(32, "deepspeed"), 1.5), point(case(1, "deepspeed"), 1.5)]
+    axes = drawn(points)["budget"].axes[0]
+    lines = measured(axes)
+    assert set(lines) == {"stream cpu", "deepspeed cpu"}
+    assert lines["stream cpu"][0] == [gib * 2**30 / 1e9 for gib in (10, 30, 50)]
+    assert lines["stream cpu"][1] == sorted(p.output_tok_s or 0.0 for p in points if _stream_32(p))
+    assert "budget" not in drawn([p for p in points if p.case.gpu_weights != "50%"])
+
+
+def _stream_32(point: Measurement) -> bool:
+    return point.case.engine == "stream" and point.case.workload.batch_size == 32
 
 
 def test_series_differ_without_colour_and_engines_keep_theirs() -> None:

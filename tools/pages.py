@@ -49,6 +49,7 @@ FIGURES = (
     "nvidia-h100-80gb-hbm3/bloom-176b-slice-timeline",
     "nvidia-h100-80gb-hbm3/opt-30b-throughput",
     "nvidia-h100-80gb-hbm3/reuse-llama-3.1-8b-stream-cpu",
+    "nvidia-h200-16-cores-125-gib/llama-3.1-8b-tensorrt-budget",
 )
 HEADS = (
     "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#weights on GPU", "#decode tok/s",

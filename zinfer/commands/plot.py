@@ -36,8 +36,8 @@ def command(
     wanted: Sequence[str] | None,
 ) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
-    show throughput over batch size, latency over throughput, and the timeline of a decode step where one was traced;
-    and those of `zinfer study reuse`.
+    show throughput over batch size, latency over throughput, throughput over the weights on the GPU where three budgets
+    were measured, and the timeline of a decode step where one was traced; and those of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """

@@ -15,7 +15,9 @@ from zinfer.analysis import study
 from zinfer.analysis.group import Group, Metric, Points, by_load, samples
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.analysis.rates import rate_text, tied, winner
+from zinfer.core.case import Case
 from zinfer.core.units import gb
+from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import Spread, spread
 from zinfer.record.study import Study
@@ -74,6 +76,38 @@ def latency(group: Group, points: Points) -> Figure | None:
         axes.set_xlabel("output tokens a second")
     sheet.panels[0].set_ylabel("seconds")
     return sheet.finish()
+
+
+def budget(group: Group, points: Points) -> Figure | None:
+    """Draw output tokens a second over weights on the GPU; None below three budgets.
+
+    At one batch size: the largest of those at which most budgets were measured.
+    """
+    usable = [point for point in points if point.usable and point.output_tok_s and point.effective]
+    lines = group_by(usable, lambda point: (_batch(point), _without_budget(point)))
+    batch, most = max(((key[0], len(line)) for key, line in lines.items()), key=lambda pair: pair[::-1], default=(0, 0))
+    if most < 3:
+        return None
+    shown = {case: line for (size, case), line in lines.items() if size == batch}
+    notes = (f"Batch {batch}; each point is a budget, by the weights that were counted on the GPU.", group.conditions)
+    sheet = Sheet(group.title, "what does GPU memory buy?", notes)
+    axes = sheet.panels[0]
+    for case, look in series(shown).items():
+        held = sorted((_on_gpu(point), point.output_tok_s or 0.0) for point in shown[case])
+        axes.plot([size / 1e9 for size, _ in held], [rate for _, rate in held], **look, zorder=3)
+    log_axis(axes, [point.output_tok_s or 0.0 for line in shown.values() for point in line])
+    axes.set_xlim(left=0)
+    axes.set_xlabel("weights on the GPU, GB")
+    axes.set_ylabel("output tokens a second")
+    return sheet.finish()
+
+
+def _without_budget(point: Measurement) -> Case:
+    return point.case.load.model_copy(update={"gpu_weights": None})
+
+
+def _on_gpu(point: Measurement) -> int:
+    return point.effective.gpu_weight_bytes if point.effective else 0
 
 
 def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
@@ -158,24 +192,31 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Draw the link's limit, dashed, of a pass for each output token; return the values of the y axis."""
-    limits: list[tuple[float, str, set[int]]] = []
-    for point in points:
-        effective, bandwidth = point.effective, point.links_bandwidth
-        if not point.usable or effective is None or not effective.streamed_bytes_per_step or not bandwidth:
-            continue
-        rate = bandwidth / effective.streamed_bytes_per_step
-        limit = next((other for other in limits if max(rate / other[0], other[0] / rate) < _SAME_LIMIT), None)
-        if limit is None:
-            text = f"link limit: {gb(effective.streamed_bytes_per_step)} a step, {gb(bandwidth)}/s, uncompressed"
-            limits.append(limit := (rate, text, set()))
-        limit[2].add(_batch(point))
+    """Draw the link's limits, dashed, of the fewest and of the most bytes; return the values of the y axis."""
+    limits = sorted(
+        (bandwidth / wire, wire, bandwidth, wire < _streamed(point))
+        for point in points
+        if point.usable and (wire := _wire(point)) and (bandwidth := point.links_bandwidth)
+    )
+    if limits and limits[-1][0] < _SAME_LIMIT * limits[0][0]:
+        del limits[:-1]
+    sizes = [_batch(point) for point in points if point.usable]
+    extremes = dict.fromkeys(limits[-1:] + limits[:1])
     held = []
-    for rate, text, sizes in limits:
+    for style, (rate, wire, bandwidth, coded) in zip(("--", ":"), extremes, strict=False):
         ends = [min(sizes) / 2**0.25, max(sizes) * 2**0.25]
-        axes.plot(ends, [size * rate for size in ends], "--", color=GREY, linewidth=1.3, label=text, zorder=2)
+        text = f"link limit: {gb(wire)} a step{', coded' * coded}, {gb(bandwidth)}/s"
+        axes.plot(ends, [size * rate for size in ends], style, color=GREY, linewidth=1.3, label=text, zorder=2)
         held += [size * rate for size in ends]
     return held
+
+
+def _wire(point: Measurement) -> int:
+    return point.effective.wire_bytes if point.effective else 0
+
+
+def _streamed(point: Measurement) -> int:
+    return point.effective.streamed_bytes_per_step if point.effective else 0
 
 
 def _shown(points: Points) -> Points:
@@ -203,5 +244,5 @@ def _failed(axes: Axes, points: Points) -> None:
 
 
 FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
-    figure.__name__: figure for figure in (throughput, latency, timeline)
+    figure.__name__: figure for figure in (throughput, latency, budget, timeline)
 }

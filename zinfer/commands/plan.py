@@ -32,7 +32,7 @@ from zinfer.core.units import counted, duration, figures, gb, gib
 from zinfer.core.value import group_by
 from zinfer.job import requests
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, make_sweep, read_toml, sweep_recipe, with_options
-from zinfer.plan.advice import advice, choices, host_needed, host_unknown, peers
+from zinfer.plan.advice import advice, choices, host_needed, host_unknown, left_out, peers
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
@@ -128,7 +128,8 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         for group in groups if not several else ():
             _print(group, question, bool(efficiencies))
             lines = [advice(group.plans), *choices(group.plans), *records.servers(group)]
-            lines += [*peers(group.plans, group.single), *_experts(group.plans), *map(records.describe, group.plans)]
+            lines += [*peers(group.plans, group.single), *_experts(group.plans), *left_out(group.plans)]
+            lines += map(records.describe, group.plans)
             lines += [] if group.answer is None else decision.lines(group.answer, "plan")
             for line in filter(None, [*lines, question.describe(group.plan), question.assumption(group.machine)]):
                 say(line)
@@ -329,7 +330,7 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
     """Plan the batches that were asked for; with ``auto`` the best, which keeps the levels if any does."""
     workload, with_drafts = planner.case.workload, records.with_drafts
     sizes = automatic(sweep.batch_size) if isinstance(sweep.batch_size, str) else sweep.batch_size
-    chosen = [(planner.searched(workload, size), size) for size in sizes]
+    chosen = [(planner.searched(workload, size, exact=True), size) for size in sizes]
     stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
     if not isinstance(sweep.batch_size, str):
         return stated

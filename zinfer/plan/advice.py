@@ -12,6 +12,7 @@ from zinfer.core.units import duration, figures, gb, gib
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan
+from zinfer.plan.times import RATES, cpu_reading_rate
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
     small = [plan for plan in offloading if plan.case.workload.batch_size <= PEERS.cpu_batch]
     single_row = best.case.with_batch(1).workload
     yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(single_row))
+
+
+def left_out(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence on experts that a CPU of unknown rate computes."""
+    for plan in plans:
+        load, workload = plan.planner(), plan.case.workload
+        if cpu_reading_rate(plan.machine) is not None or not plan.holds or "cpu" not in load.placer.other_experts:
+            continue
+        other = load.with_option("experts", "cpu")
+        rate = other.rate(workload) if other.fits(workload) and not other.shortages(workload) else None
+        if rate is not None and rate >= PEERS.gain * _rate(plan):
+            yield (
+                f"{plan.case.batch_label}: --experts cpu is left out, as it is not known how fast the CPU reads. At "
+                f"{gb(RATES.assumed_reads, 0)}/s (assumed) it gives {figures(rate)} tok/s; `zinfer probe` measures it."
+            )
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[str]:

@@ -162,8 +162,8 @@ class Sizes:
     @property
     def kept_unpacked(self) -> int:
         """Bytes of resident layers that no pass has to unpack."""
-        parameters = self.model.layer_parameters
-        return sum(parameters[index] for index in self.placement.unpacked_layers) * self.model.dtype_bytes
+        layers = self.model.layers
+        return sum(layers[index].parameters for index in self.placement.unpacked_layers) * self.model.dtype_bytes
 
     @property
     def cached_share(self) -> float:

@@ -7,7 +7,7 @@ a long prefill. With the batch given, residency W/(W-R) is all gain.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import inf
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import ALLOWANCES, EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
-from zinfer.plan.search import largest
+from zinfer.plan.search import largest, peak
 from zinfer.plan.times import RATES, Efficiency, Timing, cpu_reading_rate, shipped
 
 
@@ -44,7 +44,7 @@ class Tuning:
     assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
     full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
     # Shares of the GPU's memory to try for layers that stay, then so often halfway to the best one's neighbours.
-    budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
+    budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
     halvings: int = 2
     unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
     hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
@@ -74,6 +74,7 @@ class Placer:
         self.choose = lru_cache(MEMOISED)(self._choose)
         self.bare = lru_cache(MEMOISED)(self._bare)
         self._weights = lru_cache(MEMOISED)(self._place_weights)
+        self._rows = lru_cache(MEMOISED)(self._rows_on_gpu)
 
     @cached_property
     def margin(self) -> Efficiency | None:
@@ -115,22 +116,29 @@ class Placer:
 
     def _choose(self, workload: Workload) -> Placement:
         """Place a workload as is fastest, with coded resident layers kept unpacked."""
-        placement = self._fastest(workload)
+        ways = [self._with_unpacked(placement, workload) for placement in self._fastest(workload)]
+        return min(ways, key=lambda way: self._seconds(way, workload)) if len(ways) > 1 else ways[0]
+
+    def _with_unpacked(self, placement: Placement, workload: Workload) -> Placement:
+        """Return the placement with unpacked layers, of which fewer may stay."""
         able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
             return placement
         best, shortest = self._unpack(placement, workload)
         limits = self.efficiency is None or self.efficiency.perfect  # for them unpacking costs nothing
         movable = placement.tier == "host" and not (placement.moved or limits)
-        while movable and 1 < len(best.resident_layers) > len(best.unpacked_layers):
-            stay = spread(len(best.resident_layers) - 1, self.model.num_layers)
-            fewer = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay)}
+        if not movable or len(best.resident_layers) == len(best.unpacked_layers):
+            return best
+
+        @cache
+        def fewer(count: int) -> tuple[Placement, float]:
+            stay = spread(count, self.model.num_layers)
+            update = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay)}
             graphs = placement.graphs and self.model.attends_by_name
-            other, seconds = self._unpack(placement.model_copy(update=fewer | {"graphs": graphs}), workload)
-            if seconds >= shortest:
-                break
-            best, shortest = other, seconds
-        return best
+            return self._unpack(placement.model_copy(update=update | {"graphs": graphs}), workload)
+
+        count = peak(lambda count: -fewer(count)[1], 1, len(placement.resident_layers))
+        return best if fewer(count)[1] >= shortest else fewer(count)[0]
 
     def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
         """Return the placement with the fewest unpacked layers for the shortest step."""
@@ -152,12 +160,12 @@ class Placer:
         count = limit - largest(lambda fewer: seconds(limit - fewer, careful) <= enough, limit)
         return keeping(count), seconds(count, self._good)
 
-    def _fastest(self, workload: Workload) -> Placement:
-        """Place a workload, with layers that stay coded. With ``auto`` their share of the memory is searched."""
+    def _fastest(self, workload: Workload) -> list[Placement]:
+        """Place a workload with layers that stay coded. With ``auto`` there are other ways, one of them by a search."""
         simple = self._filled(workload, 0)
         both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
         if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
-            return simple
+            return [simple]
         room = min(self.machine.gpu_bytes / simple.kept_ratio * simple.gpus, self.model.streamed_bytes)
         seconds: dict[float, float] = {0.0: self._seconds(simple, workload)}
         placements = {0.0: simple}
@@ -165,16 +173,29 @@ class Placer:
         def judge(share: float) -> float:
             if share not in seconds:
                 placement = self._filled(workload, round(share * room))
-                fits = self._free(placement, workload) >= 0 and self.host_fits(self.tiers(placement, workload))
+                fits = self._holds(placement, workload)
                 seconds[share], placements[share] = (self._seconds(placement, workload) if fits else inf), placement
             return seconds[share]
 
-        best = min(TUNING.budgets, key=judge)
+        away = self._all_rows_away._filled(workload, 0)
+        edge = self._all_rows_away.split_free_memory(workload)[1] / room
+        best = min((*TUNING.budgets, edge), key=judge)
         for _ in range(TUNING.halvings):
             tried = sorted(seconds)
             neighbours = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
             best = min((best, *((best + other) / 2 for other in neighbours)), key=judge)
-        return placements[best]
+        others = [placements[best]] * (best > 0) + [away] * self._holds(away, workload)
+        return [simple, *others]
+
+    def _holds(self, placement: Placement, workload: Workload) -> bool:
+        return self._free(placement, workload) >= 0 and self.host_fits(self.tiers(placement, workload))
+
+    @cached_property
+    def _all_rows_away(self) -> "Placer":
+        """Placer of the same load with the KV cache of all rows in host memory: most layers stay."""
+        options = tuple(sorted((dict(self.case.options) | {"kv_offload": "cpu"}).items()))
+        case = self.case.model_copy(update={"options": options})
+        return Placer(case, self.model, self.machine, self.efficiency)
 
     def _seconds(self, placement: Placement, workload: Workload) -> float:
         """Return the seconds of a batch; infinite where no rate is known."""
@@ -268,15 +289,15 @@ class Placer:
         room = TUNING.max_device_share * machine.gpu_bytes
         given = self.efficiency  # as the largest batch is counted, or rows that just do not fit would end the search
         counted = given if given is not None and given.memory < CAUTIOUS.memory else Efficiency()
-        all_fit = self.tiers(smallest, workload, counted).gpu.total <= room
-        if kv_place == "auto" and (all_fit or self._rows_on_gpu(smallest, workload) == batch_size):
+        all_fit = not reserved and self.tiers(smallest, workload, counted).gpu.total <= room
+        if kv_place == "auto" and (all_fit or self._rows(smallest, workload) == batch_size):
             return on_gpu
         ways, context = [], workload.mean_context
         for on_cpu in cpu_choices if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
             # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
-            chunks = on_gpu.layer_chunks if on_cpu else TUNING.ring_depth
+            chunks = max(TUNING.ring_depth, on_gpu.layer_chunks) if on_cpu else TUNING.ring_depth
             smallest = self._weights(reserved, chunks).model_copy(update={"kv_on_cpu": on_cpu})
-            rows = self._rows_on_gpu(smallest, workload) if kv_place == "auto" else 0
+            rows = self._rows(smallest, workload) if kv_place == "auto" else 0
             split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu, "graphs": False}
             way = self._weights(automatic, max(depth, chunks)).model_copy(update=split)
             ways.append(self._timing(way).with_best_cores(batch_size, context) if on_cpu else way)
@@ -392,6 +413,15 @@ class Placer:
         one_link = self.options.gpus == 1 and self.case.offload == "cpu"
         return bool(one_link and self.model.num_experts > 1 and self.model.expert_bytes)
 
+    @property
+    def other_experts(self) -> list[str]:
+        """Ways of experts besides that of ``auto``."""
+        if self.options.experts != "auto" or not self._chooses:
+            return []
+        on_demand, on_cpu = self._experts_on_demand, bool(self._cpu_tokens)
+        wanted = {"all": on_demand, "on-demand": on_cpu or not on_demand, "cpu": not on_cpu}
+        return [way for way, differs in wanted.items() if differs]
+
     @cached_property
     def _cpu_tokens(self) -> int:
         """Maximum tokens of a pass whose experts the CPU computes; 0 if the link brings them sooner."""
@@ -475,9 +505,9 @@ class Placer:
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
         if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one
             return placement.expert_buffers or max(TUNING.ring_depth, placement.kv_buffers), 0
-        free = self._free(placement, workload) * placement.gpus
+        free, factor = self._free(placement, workload) * placement.gpus, (self.efficiency or Efficiency()).memory
         if placement.experts == "on-demand":
-            expert = max(1, round(model.expert_bytes * placement.wire_ratio))
+            expert = max(1, round(factor * model.expert_bytes * placement.wire_ratio))
             more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert))
             routed, others = (ratio * placement.form_ratio for ratio in Sizes(placement, model).at_rest)
             kept, free, all_fit = _fitting(self._streamed_sizes(placement), others, free - more * expert)
@@ -488,7 +518,7 @@ class Placer:
         depth = max(TUNING.ring_depth, placement.kv_buffers)
         rows = placement.rows(workload.batch_size)
         buffer = Sizes(placement, model).ring_buffer(rows, workload.input_len, workload.total_len)
-        buffer *= placement.gpus  # each GPU has whole ones
+        buffer = round(factor * placement.gpus * buffer)  # each GPU has whole ones
         wanted = placement.layer_chunks + (KEPT_BUFFERS if placement.gpus > 1 else 0)
         more = max(0, min(wanted - depth, free // buffer))
         if placement.ring_depth:

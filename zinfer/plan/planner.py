@@ -20,10 +20,11 @@ from zinfer.core.value import Frozen
 from zinfer.plan import search
 from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
 from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
-from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, kind, shipped
+from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, cpu_reading_rate, kind, shipped
 
-SHARES = tuple(f"{share}%" for share in range(10, 101, 10))  # fixed shares of the weights that `searched` tries
-WORTH = 1.02  # rate of a better share over that of the search for each batch, which serves every batch
+SHARES, FINER = range(10, 101, 10), 5  # percent of the weights that stay, tried by `searched`; and next to the best
+CANDIDATES = 3  # ways whose best batch is searched, by their rates at two batches
+WORTH = 1.03  # rate of a better share over that of the search for each batch, which serves every batch
 
 
 class Drafting(Frozen):
@@ -171,6 +172,18 @@ class Planner:
             return given.max_batch_size
         return self._largest(workload.input_len, workload.output_len)
 
+    def fits(self, workload: Workload) -> bool:
+        """Tell whether memory holds a workload."""
+        cautious = self.efficiency is not None and self.efficiency.memory >= CAUTIOUS.memory
+        room = self.machine.device_bytes * (1.0 if cautious else TUNING.max_device_share)
+        placement, placer = self.placer.bare(workload), self.placer
+        tiers = placer.tiers(placement, workload)
+        fine = placer.device_bytes(tiers) <= room
+        if placer.options.kv_place == "auto" and not fine:  # rows may have come until the GPU was full
+            counted = placer.tiers(placement, workload, placer.margin)
+            fine = placer.device_bytes(counted) <= self.machine.device_bytes
+        return fine and placer.host_fits(tiers)
+
     def best(self, workload: Workload) -> Plan:
         """Plan the batch size with the highest predicted throughput; batch 1 if nothing fits, or no time is known."""
         return self.at(workload.with_batch(self.best_size(workload)))
@@ -238,33 +251,36 @@ class Planner:
         """Return the planner of this load with another engine option."""
         return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
 
-    def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
-        """Return the planner with the fastest batch of at most `rows` rows: experts together, or other shares."""
-        case, size = self.case, self.best_size(workload, rows)
-        if case.offload != "cpu" or not self.placer.transport.leaves_host:
+    def searched(self, workload: Workload, rows: int | None = None, exact: bool = False) -> "Planner":
+        """Return the planner of the fastest way: of experts, and shares that stay.
+
+        It is the fastest of at most `rows` rows, or of `exact` ones.
+        """
+        if self.case.offload != "cpu" or not self.placer.transport.leaves_host:
             return self
+        count = rows if exact else None
 
         def rate(other: Planner, *sizes: int) -> float:
             """Return the best rate at `sizes`, larger ones cut to what fits."""
-            limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
-            if not limit or other.shortages(workload):
+            limit = count or min(other.max_batch(workload), rows or search.LARGEST_BATCH)
+            if not limit or other.shortages(workload) or (count and not other.fits(workload.with_batch(count))):
                 return 0.0
             return max(other.rate(workload.with_batch(min(each, limit))) or 0.0 for each in sizes)
 
         def best_rate(other: Planner) -> float:
-            return rate(other, other.best_size(workload, rows))
+            return rate(other, count or other.best_size(workload, rows))
 
-        others = [self]
-        if self.placer.options.experts == "auto" and self._figured(workload.with_batch(size)).experts == "on-demand":
-            others.append(self.with_option("experts", "all"))
-        crowded = not best_rate(self) or self.placer.fills_host(self.tiers(workload.with_batch(size)))
-        all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
-        shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
-        if case.gpu_weights == "auto" and shares:
-            ends = size, search.LARGEST_BATCH
-            fixed = [[other._with(gpu_weights=share) for share in shares] for other in others]
-            others += [max(each, key=lambda planner: rate(planner, *ends)) for each in fixed]
-        best = max(others, key=best_rate)
+        size = count or self.best_size(workload, rows)
+        ends = (size,) if exact else (size, rows or search.LARGEST_BATCH)
+        known = cpu_reading_rate(self.machine) is not None  # without it no plan trusts a CPU with experts
+        experts = [way for way in self.placer.other_experts if known or way != "cpu"]
+        ways = [self, *(self.with_option("experts", way) for way in experts)]
+        if self.case.gpu_weights == "auto":
+            fixed = {(way, share): way._with(gpu_weights=f"{share}%") for way in ways for share in SHARES}
+            way, share = max(fixed, key=lambda choice: rate(fixed[choice], *ends))
+            near = (way._with(gpu_weights=f"{share + step}%") for step in (-FINER, FINER) if share + step <= 100)
+            ways += [*fixed.values(), *near]
+        best = max(sorted(ways, key=lambda planner: -rate(planner, *ends))[:CANDIDATES], key=best_rate)
         return best if best_rate(best) > WORTH * best_rate(self) else self
 
     def best_size(self, workload: Workload, rows: int | None = None) -> int:
@@ -321,18 +337,8 @@ class Planner:
         )
 
     def _find_largest(self, input_len: int, output_len: int) -> int:
-        cautious = self.efficiency is not None and self.efficiency.memory >= CAUTIOUS.memory
-        room = self.machine.device_bytes * (1.0 if cautious else TUNING.max_device_share)
-
         def fits(batch_size: int) -> bool:
-            workload = Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
-            placement, placer = self.placer.bare(workload), self.placer
-            tiers = placer.tiers(placement, workload)
-            fine = placer.device_bytes(tiers) <= room
-            if placer.options.kv_place == "auto" and not fine:  # rows may have come until the GPU was full
-                cautious = placer.tiers(placement, workload, placer.margin)
-                fine = placer.device_bytes(cautious) <= self.machine.device_bytes
-            return fine and placer.host_fits(tiers)
+            return self.fits(Workload(batch_size=batch_size, input_len=input_len, output_len=output_len))
 
         return search.largest_batch(fits)
 

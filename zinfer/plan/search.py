@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 PRECISION = 64  # a peak is searched to this part of the batch
@@ -39,22 +40,23 @@ def best_batch(rate: Callable[[int], float], limit: int) -> int:
     def rank(size: int) -> tuple[float, int]:
         return rate(size), -size
 
-    def peak(low: int, high: int) -> int:
-        """Return the best of a section; each step shortens it by the golden ratio, for one new size."""
-        left = right = low
-        while high - low > max(2, low // PRECISION):
-            if not low < left < right < high:
-                left, right = (low + round(GOLDEN * part * (high - low)) for part in (GOLDEN, 1))
-            if rank(left) < rank(right):
-                low, left, right = left, right, left + high - right
-            else:
-                high, left, right = right, low + right - left, left
-        return max({low, (low + high) // 2, high}, key=rank)
-
     sizes = powers(limit) or [1]
     promising = NEARLY * max(rank(size) for size in sizes)[0]
-    peaks = [peak(low, high) for low, high in pairwise(sizes) if max(rank(low), rank(high))[0] >= promising]
+    peaks = [peak(rank, low, high) for low, high in pairwise(sizes) if max(rank(low), rank(high))[0] >= promising]
     return max(*sizes, *peaks, key=rank) if peaks else max(sizes, key=rank)
+
+
+def peak(rank: Callable[[int], Any], low: int, high: int) -> int:
+    """Return the best of a section with one peak. Each step shortens it by the golden ratio, for one new number."""
+    left = right = low
+    while high - low > max(2, low // PRECISION):
+        if not low < left < right < high:
+            left, right = (low + round(GOLDEN * part * (high - low)) for part in (GOLDEN, 1))
+        if rank(left) < rank(right):
+            low, left, right = left, right, left + high - right
+        else:
+            high, left, right = right, low + right - left, left
+    return max({low, (low + high) // 2, high}, key=rank)
 
 
 def boundaries(keeps: Callable[[int], bool], limit: int) -> None:

@@ -360,7 +360,7 @@ class Timing:
         limits["compute"] += work.between / placement.gpus / hbm
         kernels = self._kernels_s(tokens)
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
-        if tokens is None and machine.gpu_count and placement.graphs:  # prefills are in no graph
+        if tokens is None and machine.gpu_count and placement.ring_depth:  # prefills are in no graph
             limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]
         unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
         if unpacking:

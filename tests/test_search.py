@@ -45,9 +45,9 @@ def load(name: str, gpu_gib: int | None = None) -> Machine:
 
 
 def rates(model: tuple[str, Weights], machine: Machine, lengths: tuple[int, int]) -> list[tuple[float, float, str]]:
-    """Return tokens a second, planned and best of a grid, and its way.
+    """Return tokens a second, planned and best of a grid.
 
-    The first are those of the best batches, the others those of `BATCHES`.
+    The first are those of the best batches, the others those of `BATCHES`; each with the label of the best.
     """
     name, weights = model
     workload = Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1])

@@ -318,7 +318,7 @@ def _groups(
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
         routed = planners.values() if len(machines) == 1 and spec.num_experts > 1 else ()
-        single = [planner.searched(planner.case.workload, 1).plan for planner in routed]
+        single = [planner.searched(planner.case.workload, 1, exact=True).plan for planner in routed]
         yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
     if refused and not planned:
         raise refused[-1]
@@ -341,7 +341,7 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
     def keeps(plan: Plan) -> bool:
         return criteria.answer(ranking.as_points([with_drafts(planner, plan)])).point is not None
 
-    able = {each.case: each for each in (fastest, planner.searched(workload, 1))}.values()
+    able = {each.case: each for each in (fastest, planner.searched(workload, 1, exact=True))}.values()
     plans = [with_drafts(each, plan) for each in able for plan in each.within(workload, keeps)]
     decided = criteria.answer(ranking.as_points(plans))
     point = decided.point or decided.nearest

@@ -202,7 +202,7 @@ class ModelSpec(Shape):
     def _routed(self) -> int:
         return sum(count * layer.expert_parameters for layer, count in self._kinds)
 
-    @property
+    @cached_property
     def routed_bytes(self) -> int:
         """Bytes of the routed experts of all layers."""
         return self._routed * self.dtype_bytes
@@ -231,7 +231,7 @@ class ModelSpec(Shape):
             network = self.expert_parameters // self.num_experts
         return min(3, max(2, round(network / (self.hidden_size * self.ffn_size))))
 
-    @property
+    @cached_property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
@@ -249,7 +249,7 @@ class ModelSpec(Shape):
         """Bytes of the largest decoder layer: the size of a layer buffer."""
         return max(layer.parameters for layer, _ in self._kinds) * self.dtype_bytes
 
-    @property
+    @cached_property
     def streamed_bytes(self) -> int:
         """Bytes of all decoder layers, which full offload moves each step."""
         return self._in_layers * self.dtype_bytes

@@ -43,8 +43,8 @@ class Tuning:
     unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
     assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
     full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
-    # Shares of the GPU's memory to try for layers that stay, then so often halfway to the best one's neighbours.
-    budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+    # Shares to try of what can stay with all KV cache in host memory, then so often halfway to the best one's neighbours.
+    budgets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     halvings: int = 2
     unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
     hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
@@ -124,41 +124,44 @@ class Placer:
         able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
             return placement
-        best, shortest = self._unpack(placement, workload)
         limits = self.efficiency is None or self.efficiency.perfect  # for them unpacking costs nothing
-        movable = placement.tier == "host" and not (placement.moved or limits)
-        if not movable or len(best.resident_layers) == len(best.unpacked_layers):
-            return best
+        if placement.tier != "host" or placement.moved or limits:
+            return self._hidden(placement, workload)
+        graphs = placement.graphs and self.model.attends_by_name
 
         @cache
         def fewer(count: int) -> tuple[Placement, float]:
             stay = spread(count, self.model.num_layers)
-            update = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay)}
-            graphs = placement.graphs and self.model.attends_by_name
-            return self._unpack(placement.model_copy(update=update | {"graphs": graphs}), workload)
+            update = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay), "graphs": graphs}
+            other = placement.model_copy(update=update)
+            return other, -self._step_s(_unpacking(other, self._most_unpacked(other, workload)), workload)
 
-        count = peak(lambda count: -fewer(count)[1], 1, len(placement.resident_layers))
-        return best if fewer(count)[1] >= shortest else fewer(count)[0]
+        whole = self._step_s(_unpacking(placement, self._most_unpacked(placement, workload)), workload)
+        count = peak(lambda count: fewer(count)[1], 1, len(placement.resident_layers))
+        return self._hidden(fewer(count)[0] if -fewer(count)[1] < whole else placement, workload)
 
-    def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
+    def _most_unpacked(self, placement: Placement, workload: Workload) -> int:
+        """Return how many resident layers there is room to keep unpacked."""
+        sizes = [self._layer_sizes[index] for index in placement.resident_layers]
+        room = self._free(placement, workload) - TUNING.unpacked_margin
+        return max(0, min(len(sizes), int(room // max(1.0, (1 - placement.kept_ratio) * max(sizes)))))
+
+    def _hidden(self, placement: Placement, workload: Workload) -> Placement:
         """Return the placement with the fewest unpacked layers for the shortest step."""
-        stay = placement.resident_layers
-        more = max(1.0, (1 - placement.kept_ratio) * max(self._layer_sizes[index] for index in stay))
-        room = int((self._free(placement, workload) - TUNING.unpacked_margin) // more)
-        limit = max(0, min(len(stay), room))
+        limit = self._most_unpacked(placement, workload)
         careful = self._good.model_copy(update={"unpack_share": TUNING.counted_on * self._good.unpack_share})
 
-        def keeping(count: int) -> Placement:
-            unpacked = tuple(stay[index] for index in spread(count, len(stay)))
-            return placement.model_copy(update={"unpacked_layers": unpacked})
+        def seconds(count: int) -> float:
+            return self._step_s(_unpacking(placement, count), workload, careful)
 
-        def seconds(count: int, efficiency: Efficiency) -> float:
-            timing = Timing(keeping(count), self.model, self.machine, efficiency)
-            return timing.step(workload.batch_size, workload.mean_context).seconds or inf
+        enough = TUNING.hidden * seconds(limit)
+        count = limit - largest(lambda fewer: seconds(limit - fewer) <= enough, limit)
+        return _unpacking(placement, count)
 
-        enough = TUNING.hidden * seconds(limit, careful)
-        count = limit - largest(lambda fewer: seconds(limit - fewer, careful) <= enough, limit)
-        return keeping(count), seconds(count, self._good)
+    def _step_s(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> float:
+        """Return the seconds of a step; infinite where no rate is known."""
+        timing = Timing(placement, self.model, self.machine, efficiency or self._good)
+        return timing.step(workload.batch_size, workload.mean_context).seconds or inf
 
     def _fastest(self, workload: Workload) -> list[Placement]:
         """Place a workload with layers that stay coded. With ``auto`` there are other ways, one of them by a search."""
@@ -166,7 +169,8 @@ class Placer:
         both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
         if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
             return [simple]
-        room = min(self.machine.gpu_bytes / simple.kept_ratio * simple.gpus, self.model.streamed_bytes)
+        away = self._all_rows_away._filled(workload, 0)
+        room = Sizes(away, self.model).resident
         seconds: dict[float, float] = {0.0: self._seconds(simple, workload)}
         placements = {0.0: simple}
 
@@ -177,10 +181,8 @@ class Placer:
                 seconds[share], placements[share] = (self._seconds(placement, workload) if fits else inf), placement
             return seconds[share]
 
-        away = self._all_rows_away._filled(workload, 0)
-        edge = self._all_rows_away.split_free_memory(workload)[1] / room
-        best = min((*TUNING.budgets, edge), key=judge)
-        for _ in range(TUNING.halvings):
+        best = min(TUNING.budgets, key=judge) if room else 0.0
+        for _ in range(TUNING.halvings if room else 0):
             tried = sorted(seconds)
             neighbours = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
             best = min((best, *((best + other) / 2 for other in neighbours)), key=judge)
@@ -192,7 +194,7 @@ class Placer:
 
     @cached_property
     def _all_rows_away(self) -> "Placer":
-        """Placer of the same load with the KV cache of all rows in host memory: most layers stay."""
+        """Placer of the same load with all KV cache in host memory."""
         options = tuple(sorted((dict(self.case.options) | {"kv_offload": "cpu"}).items()))
         case = self.case.model_copy(update={"options": options})
         return Placer(case, self.model, self.machine, self.efficiency)
@@ -571,6 +573,12 @@ class Placer:
             count = min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes)))
         held = choose(count)
         return placement.model_copy(update={"host_layers": held, "held_bytes": _sum(layer_bytes, held)})
+
+
+def _unpacking(placement: Placement, count: int) -> Placement:
+    """Return the placement with `count` of its resident layers unpacked."""
+    stay = placement.resident_layers
+    return placement.model_copy(update={"unpacked_layers": tuple(stay[index] for index in spread(count, len(stay)))})
 
 
 def _sum(sizes: Sequence[int], layers: Iterable[int]) -> int:

@@ -23,6 +23,7 @@ from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
 from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, cpu_reading_rate, kind, shipped
 
 SHARES, FINER = range(10, 101, 10), 5  # percent of the weights that stay, tried by `searched`; and next to the best
+PROMISING = 0.8  # rate over the best one of the ways of experts, from which on shares of one are tried
 CANDIDATES = 3  # ways whose best batch is searched, by their rates at two batches
 WORTH = 1.03  # rate of a better share over that of the search for each batch, which serves every batch
 
@@ -276,10 +277,12 @@ class Planner:
         experts = [way for way in self.placer.other_experts if known or way != "cpu"]
         ways = [self, *(self.with_option("experts", way) for way in experts)]
         if self.case.gpu_weights == "auto":
-            fixed = {(way, share): way._with(gpu_weights=f"{share}%") for way in ways for share in SHARES}
-            way, share = max(fixed, key=lambda choice: rate(fixed[choice], *ends))
-            near = (way._with(gpu_weights=f"{share + step}%") for step in (-FINER, FINER) if share + step <= 100)
-            ways += [*fixed.values(), *near]
+            enough = PROMISING * max(rate(way, *ends) for way in ways)
+            for way in [way for way in ways if rate(way, *ends) >= enough]:
+                fixed = {share: way._with(gpu_weights=f"{share}%") for share in SHARES}
+                share = max(fixed, key=lambda share: rate(fixed[share], *ends))
+                near = (share + step for step in (-FINER, FINER) if share + step <= 100)
+                ways += [*fixed.values(), *(way._with(gpu_weights=f"{share}%") for share in near)]
         best = max(sorted(ways, key=lambda planner: -rate(planner, *ends))[:CANDIDATES], key=best_rate)
         return best if best_rate(best) > WORTH * best_rate(self) else self
 

@@ -43,7 +43,7 @@ class Tuning:
     unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
     assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
     full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
-    # Shares to try of what can stay with all KV cache in host memory, then so often halfway to the best one's neighbours.
+    # Shares of what can stay with all KV cache in host memory, then so often halfway to the best one's neighbours.
     budgets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     halvings: int = 2
     unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
@@ -235,10 +235,9 @@ class Placer:
         placement = self.bare(workload, kept, depth, reserved)
         if not placement.moved:
             placement, bare = self._stay(placement, False), placement
-            whole = self._stay(bare, True) if placement.computes(workload.batch_size) else placement
-            load = workload.batch_size, workload.mean_context
+            whole = self._stay(bare, True) if placement.cpu_tokens else placement
             if whole.expert_layers:
-                placement = min((whole, placement), key=lambda way: self._timing(way).step(*load).seconds or inf)
+                placement = min((whole, placement), key=lambda way: self._step_s(way, workload))
         return self._hold(placement, workload) if placement.disk_ring_bytes else placement
 
     def _stay(self, placement: Placement, whole: bool) -> Placement:
@@ -305,7 +304,7 @@ class Placer:
             ways.append(self._timing(way).with_best_cores(batch_size, context) if on_cpu else way)
         if len(ways) == 1:
             return ways[0]
-        return min(ways, key=lambda way: self._timing(way).step(batch_size, context).seconds or 0.0)
+        return min(ways, key=lambda way: self._step_s(way, workload))
 
     def _rows_on_gpu(self, placement: Placement, workload: Workload) -> int:
         """Return the maximum rows whose KV cache fits the GPU."""

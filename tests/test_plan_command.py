@@ -142,6 +142,14 @@ def test_a_server_that_a_record_shows_to_be_faster_is_named(
     assert ("server" in words) is named
 
 
+def test_a_plan_tells_that_it_leaves_out_a_cpu_whose_rate_is_unknown() -> None:
+    words = "-m gpt-oss-120b --offload cpu --batch-size 1,64 --machine"
+    (line,) = (line for line in plan(words, "rtx-4090").splitlines() if "left out" in line)
+    assert mentions(line, "batch 1: --experts cpu", "50 GB/s (assumed)", "`zinfer probe` measures it")
+    assert "left out" not in plan(words, "rtx-4090", "--set host_bandwidth=60GB/s")
+    assert "left out" not in plan(words, "h100-80gb")
+
+
 def test_experts_on_the_cpu_are_compared_with_the_best_for_one_reader() -> None:
     """The best batch has other settings, with which one reader would wait."""
     words = "-m gpt-oss-120b --machine rtx-4090"

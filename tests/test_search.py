@@ -11,6 +11,7 @@ from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import Weights
+from zinfer.plan.placement import CAUTIOUS
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.search import powers
 from zinfer.plan.times import shipped
@@ -118,6 +119,23 @@ def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leav
     assert largest[0] < largest[1] >= largest[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "machine", "rows"),
+    [("opt-30b", ("a100-80gb", None), 64), ("mixtral-8x7b", ("h100-80gb", 24), 64),
+     ("qwen3-30b-a3b", ("h100-80gb", 24), 32), ("gpt-oss-120b", ("h100-80gb", 48), 128)],
+)  # fmt: skip
+def test_memory_is_filled_up_to_the_margin(name: str, machine: tuple[str, int | None], rows: int) -> None:
+    """Layers take the place of KV cache. Rings have a margin, too."""
+    there, spec = load(*machine), resolve.resolve(name)
+    workload = Workload(batch_size=rows, input_len=512, output_len=256)
+    case = Case(model=name, engine="stream", offload="cpu", gpu_weights="auto", workload=workload)
+    planner = Planner(case, spec, there, shipped()["stream"])
+    placement = planner.placement(workload)
+    tiers = planner.placer.tiers(placement, workload, CAUTIOUS)
+    assert 0.97 * there.gpu_bytes < tiers.gpu.total <= there.gpu_bytes
+    assert placement.kv_host_share > 0
+
+
 @pytest.mark.parametrize("share", ["40%", "45%", "50%", "55%"])
 def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
     spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))
@@ -130,22 +148,27 @@ def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
     assert largest[0] == max(largest) > 90
 
 
-CPU_EXPERTS = ("mixtral-8x7b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+CPU_EXPERTS = ("mixtral-8x7b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+HOSTS: tuple[tuple[str, int | None], ...] = (
+    ("h100-80gb", None),
+    ("h100-80gb", 48),
+    ("h100-80gb", 24),
+    ("rtx-4090", None),
+)
 BUDGETS = ("0%", "256MiB", "1GiB", "2GiB", "4GiB", "7GiB", "10GiB", "15GiB", "20GiB", "30GiB", "40GiB", "60GiB")
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 48])
 @pytest.mark.parametrize(
     ("name", "experts", "machine"),
-    [(name, "auto", ("h100-80gb", None)) for name in ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b")]
-    + [(name, "cpu", machine) for name in CPU_EXPERTS
-       for machine in (("h100-80gb", None), ("h100-80gb", 24), ("h100-80gb", 48), ("rtx-4090", None))
-       if name != "deepseek-v3" or machine[1] != 24 and machine[0] != "rtx-4090"],
-)  # fmt: skip
+    [(name, "auto", HOSTS[0]) for name in ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b")]
+    + [(name, "cpu", machine) for name in CPU_EXPERTS for machine in HOSTS]
+    + [("deepseek-v3", "cpu", machine) for machine in HOSTS[:2]],
+)
 def test_a_larger_budget_never_makes_a_step_slower(
     name: str, experts: str, rows: int, machine: tuple[str, int | None]
 ) -> None:
-    """Layers of experts on the GPU beside those on the CPU are more the larger it is, too."""
+    """Experts of layers on the GPU, beside the CPU, too."""
     there, spec = load(*machine), resolve.resolve(name)
     workload = Workload(batch_size=rows, input_len=512, output_len=32)
     options = () if experts == "auto" else (("experts", experts),)

@@ -42,10 +42,9 @@ class Tuning:
     all_stay_share: float = 0.9  # of the GPU's memory, within which all experts stay: the rest is for KV cache
     unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
     assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
-    full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
-    # Shares of what can stay with all KV cache in host memory, then so often halfway to the best one's neighbours.
-    budgets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    halvings: int = 2
+    # Shares to try of what can stay with all KV cache in host memory, then how far beside the best one.
+    reserved: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    finer: tuple[float, ...] = (0.125, 0.0625)
     unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
     hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
     counted_on: float = 0.5  # share of the rate of unpacking by which that is judged
@@ -101,8 +100,8 @@ class Placer:
             given = shipped().get(self.case.engine, Efficiency())
         return given.for_model(self.model)
 
-    def _timing(self, placement: Placement) -> Timing:
-        return Timing(placement, self.model, self.machine, self._good)
+    def _timing(self, placement: Placement, efficiency: Efficiency | None = None) -> Timing:
+        return Timing(placement, self.model, self.machine, efficiency or self._good)
 
     def _with_codes(self, case: Case) -> Case:
         """Return the case as it is placed: released codes stay on the GPU where products read them."""
@@ -160,7 +159,7 @@ class Placer:
 
     def _step_s(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> float:
         """Return the seconds of a step; infinite where no rate is known."""
-        timing = Timing(placement, self.model, self.machine, efficiency or self._good)
+        timing = self._timing(placement, efficiency)
         return timing.step(workload.batch_size, workload.mean_context).seconds or inf
 
     def _fastest(self, workload: Workload) -> list[Placement]:
@@ -170,24 +169,22 @@ class Placer:
         if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
             return [simple]
         away = self._all_rows_away._filled(workload, 0)
-        room = Sizes(away, self.model).resident
-        seconds: dict[float, float] = {0.0: self._seconds(simple, workload)}
-        placements = {0.0: simple}
+        if not (room := Sizes(away, self.model).resident):
+            return [simple]
 
+        @cache
+        def reserving(share: float) -> Placement:
+            return self._filled(workload, round(share * room)) if share else simple
+
+        @cache
         def judge(share: float) -> float:
-            if share not in seconds:
-                placement = self._filled(workload, round(share * room))
-                fits = self._holds(placement, workload)
-                seconds[share], placements[share] = (self._seconds(placement, workload) if fits else inf), placement
-            return seconds[share]
+            able = not share or self._holds(reserving(share), workload)
+            return self._seconds(reserving(share), workload) if able else inf
 
-        best = min(TUNING.budgets, key=judge) if room else 0.0
-        for _ in range(TUNING.halvings if room else 0):
-            tried = sorted(seconds)
-            neighbours = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
-            best = min((best, *((best + other) / 2 for other in neighbours)), key=judge)
-        others = [placements[best]] * (best > 0) + [away] * self._holds(away, workload)
-        return [simple, *others]
+        best = min(TUNING.reserved, key=judge)
+        for step in TUNING.finer:
+            best = min((best, max(0.0, best - step), min(1.0, best + step)), key=judge)
+        return [simple, *[reserving(best)] * (best > 0), *[away] * self._holds(away, workload)]
 
     def _holds(self, placement: Placement, workload: Workload) -> bool:
         return self._free(placement, workload) >= 0 and self.host_fits(self.tiers(placement, workload))
@@ -201,10 +198,8 @@ class Placer:
 
     def _seconds(self, placement: Placement, workload: Workload) -> float:
         """Return the seconds of a batch; infinite where no rate is known."""
-        timing = self._timing(placement)
-        prefill = timing.prefill(workload.batch_size, workload.input_len).seconds
-        step = timing.step(workload.batch_size, workload.mean_context).seconds
-        return inf if prefill is None or step is None else prefill + step * (workload.output_len - 1)
+        prefill = self._timing(placement).prefill(workload.batch_size, workload.input_len).seconds
+        return inf if prefill is None else prefill + self._step_s(placement, workload) * (workload.output_len - 1)
 
     @property
     def _host_room(self) -> float:
@@ -216,10 +211,6 @@ class Placer:
     def host_fits(self, tiers: Tiers) -> bool:
         """True if host memory holds its part of the KV cache."""
         return not tiers.host.kv_cache or tiers.host.total <= self._host_room
-
-    def fills_host(self, tiers: Tiers) -> bool:
-        """True if host memory is nearly full."""
-        return tiers.host.total >= TUNING.full_share * self._host_room
 
     def _free(self, placement: Placement, workload: Workload) -> int:
         return self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))

@@ -136,6 +136,25 @@ def test_memory_is_filled_up_to_the_margin(name: str, machine: tuple[str, int | 
     assert placement.kv_host_share > 0
 
 
+@pytest.mark.parametrize(("name", "asked"), [("qwen3-30b-a3b", "cpu"), ("gpt-oss-120b", None)])
+def test_a_cpu_computes_experts_unasked_where_its_code_is_fast(name: str, asked: str | None) -> None:
+    """Many rows bring experts on demand, so that the load decides."""
+    spec, workload = resolve.resolve(name), Workload(batch_size=1, input_len=512, output_len=256)
+
+    def chosen(avx512: bool, rows: int = 1) -> Planner:
+        machine = load("h100-80gb", 24)
+        machine = machine.model_copy(update={"details": {"host": {"cores": 16, "avx512": avx512}}})
+        case = Case(model=name, engine="stream", offload="cpu", gpu_weights="auto", workload=workload)
+        return Planner(case, spec, machine, shipped()["stream"]).searched(workload, rows, exact=True)
+
+    assert dict(chosen(True).case.options).get("experts") == asked
+    assert chosen(True).placement(workload).computes(1)
+    assert not chosen(False).placement(workload).cpu_tokens
+    many = chosen(True, 64)
+    assert not many.placement(workload.with_batch(64)).computes(64)
+    assert "experts" not in dict(many.case.options)
+
+
 @pytest.mark.parametrize("share", ["40%", "45%", "50%", "55%"])
 def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
     spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))

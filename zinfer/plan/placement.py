@@ -18,7 +18,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import ALLOWANCES, EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest, peak
-from zinfer.plan.times import RATES, Efficiency, Timing, cpu_reading_rate, shipped
+from zinfer.plan.times import RATES, Efficiency, Timing, may_compute_experts, shipped
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ class Placer:
         released = model.stored_ratio < 1 and not model.fp8_ratio and machine.gpu_count and self._coded
         if self.options.experts not in ("auto", "cpu") or not self._experts_on_demand or not (asked or released):
             return 0
-        if cpu_reading_rate(machine) is None:
+        if not may_compute_experts(machine):
             return TUNING.min_cpu_tokens if asked else 0
         update = {"experts": "on-demand", "expert_ratio": model.expert_ratio, "cpu_tokens": TUNING.max_cpu_tokens}
         timing, limit = self._timing(self._base.model_copy(update=update)), TUNING.max_cpu_tokens

@@ -20,7 +20,7 @@ from zinfer.core.value import Frozen
 from zinfer.plan import search
 from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
 from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
-from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, cpu_reading_rate, kind, shipped
+from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, kind, may_compute_experts, shipped
 
 SHARES, FINER = range(10, 101, 10), 5  # percent of the weights that stay, tried by `searched`; and next to the best
 PROMISING = 0.8  # rate over the best one of the ways of experts, from which on shares of one are tried
@@ -273,8 +273,8 @@ class Planner:
 
         size = count or self.best_size(workload, rows)
         ends = (size,) if exact else (size, rows or search.LARGEST_BATCH)
-        known = cpu_reading_rate(self.machine) is not None  # without it no plan trusts a CPU with experts
-        experts = [way for way in self.placer.other_experts if known or way != "cpu"]
+        trusted = may_compute_experts(self.machine)
+        experts = [way for way in self.placer.other_experts if trusted or way != "cpu"]
         ways = [self, *(self.with_option("experts", way) for way in experts)]
         if self.case.gpu_weights == "auto":
             enough = PROMISING * max(rate(way, *ends) for way in ways)

@@ -462,6 +462,11 @@ def cpu_reading_rate(machine: Machine) -> float | None:
     return machine.attention_rate(1) or copied
 
 
+def may_compute_experts(machine: Machine) -> bool:
+    """Tell whether plans trust a CPU with experts unasked: its rate is known, and no lack of AVX-512."""
+    return cpu_reading_rate(machine) is not None and machine.details.get("host", {}).get("avx512") is not False
+
+
 def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eager: bool) -> int:
     kernels = "eager " * eager + model.architecture
     passes = RATES.ffn_passes.get(kernels, RATES.ffn_passes[""])

@@ -117,6 +117,12 @@ def cpu_model() -> str:
     return match[1].strip() if match else platform.machine()
 
 
+def has_avx512() -> bool:
+    """Tell whether compiled code for experts is fast on this CPU."""
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return flags is not None and {"avx512bw", "avx512vl", "fma"} <= set(flags[1].split())
+
+
 def peak_bytes() -> int:
     """Return the peak memory of this process in bytes, shared memory included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -270,10 +276,11 @@ def cache_bytes(root: Path = Path("/sys")) -> int:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return processor, usable cores, caches, NUMA nodes and memory of this host."""
+    """Return processor, usable cores, AVX-512, caches, NUMA nodes and memory of this host."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cpus(),
+        "avx512": has_avx512(),
         "cache_bytes": cache_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "memory_bytes": memory_total(),

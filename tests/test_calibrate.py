@@ -88,7 +88,9 @@ def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """A choice by leave-one-out predictions loses 6% at most, by which loads of the same work differ.
+    """A choice by leave-one-out predictions loses 6% at most.
+
+    Loads of the same work differ by as much.
 
     The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
     type of the KV cache.

@@ -276,7 +276,7 @@ def cache_bytes(root: Path = Path("/sys")) -> int:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return processor, usable cores, AVX-512, caches, NUMA nodes and memory of this host."""
+    """Return the processor of this host, its caches, and the memory."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cpus(),

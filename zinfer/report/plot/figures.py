@@ -192,7 +192,10 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Draw the link's limits, dashed, of the fewest and of the most bytes; return the values of the y axis."""
+    """Draw the link's limits for the fewest and the most bytes.
+
+    Returns the values that the y axis has to hold.
+    """
     limits = sorted(
         (bandwidth / wire, wire, bandwidth, wire < _streamed(point))
         for point in points

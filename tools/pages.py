@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
 from zinfer.analysis.study import show
+from zinfer.checkpoint.resolve import resolve
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import EXIT_CODES
 from zinfer.core.units import counted, duration, figures, gb, gib
@@ -37,6 +38,7 @@ MACHINES = (
 )  # fmt: skip
 HEADLINES = (
     "nvidia-h200-x4/bloom-176b-whole-kv",
+    "nvidia-h100-80gb-hbm3-x4/bloom-176b-whole-80gb-kv",
     "nvidia-h200-16-cores-125-gib/gpt-oss-120b-llama-server",
     "nvidia-h100-80gb-hbm3/mixtral-whole",
     "nvidia-h100-80gb-hbm3/opt-30b",
@@ -58,7 +60,7 @@ HEADS = (
 PROLOGUE = """\
 from tools.pages import *
 from tools.campaign.record import reliability
-from tools.conformance.record import model_tables, supported_models
+from tools.conformance.record import model_tables
 """
 read = cache(store.read)  # no record changes while pages are made
 
@@ -337,6 +339,42 @@ def headlines() -> str:
             row += [workload.ratio(best, peer, rate) for rate in rates]
         rows.append(row + ["-"] * (len(HEADS) - len(row)))
     return markdown(HEADS, rows)
+
+
+def _traced(name: str) -> Measurement:
+    """Return the best configuration's last point that has a timeline."""
+    (workload,) = workloads(name)
+    return [point for point in workload.best.points if isinstance(point, Measurement) and point.timeline][-1]
+
+
+def pass_bytes(name: str) -> str:
+    """Return the table of a decode step's weight bytes, and their seconds on the link."""
+    point = _traced(name)
+    effective, link = point.effective, point.link_bandwidth
+    assert effective is not None and link is not None, name
+    weights, settings = resolve(point.case.model).weight_bytes, effective.settings
+    rows = [
+        ("all weights, as released", weights),
+        (f"without the {settings['resident_layers']} layers that stay on the GPU", effective.streamed_bytes_per_step),
+        ("the same, losslessly coded", effective.wire_bytes),
+    ]
+    heads = ("weights in a decode step", "#bytes", f"#time on a link of {link / 1e9:.1f} GB/s")
+    measured = (f"**measured**, at batch {point.case.workload.batch_size}", "", _seconds(point.step_median_ms or 0.0))
+    return markdown(heads, (*((what, gb(size, 0), duration(size / link)) for what, size in rows), measured))
+
+
+def timeline(name: str, ms: float = 400.0, width: int = 100) -> str:
+    """Return the first `ms` of a traced decode step as text: a row for each lane, a digit for each layer."""
+    rows = []
+    for lane in ("copy", "unpack", "compute"):
+        row = [" "] * width
+        for span in _traced(name).timeline:
+            if span.lane == lane and span.layer is not None and span.end_ms > 0:
+                first = int(max(0.0, span.start_ms) / ms * width)
+                last = max(first + 1, round(span.end_ms / ms * width))
+                row[first:last] = str(span.layer % 10) * (min(last, width) - first)
+        rows.append(f"{lane:8}|{''.join(row[:width])}|")
+    return "\n".join(("```text", *rows, f"{'':8}0 ms{f'{ms:.0f} ms':>{width - 2}}", "```"))
 
 
 def engines() -> str:

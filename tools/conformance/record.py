@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.pages import wrapped
 
 if TYPE_CHECKING:
     from tools.conformance.run import Row
@@ -111,11 +110,6 @@ def _cell(why: str) -> str:
     """Return a reason as a table cell, cut if it is long."""
     short = why if len(why) <= REASON else why[: why.rfind(" ", 0, REASON)] + " .."
     return short.replace("|", "/").replace("<", "&lt;")
-
-
-def supported_models() -> str:
-    """Return the record's counts as a paragraph for docs/engines.md."""
-    return wrapped(f"[Supported models](models.md): {summary(read())}")
 
 
 def model_tables() -> str:

@@ -348,10 +348,11 @@ def _traced(name: str) -> Measurement:
 
 
 def pass_bytes(name: str) -> str:
-    """Return the table of a decode step's weight bytes, and their seconds on the link."""
+    """Return the table of a decode step's weight bytes and their time."""
     point = _traced(name)
     effective, link = point.effective, point.link_bandwidth
-    assert effective is not None and link is not None, name
+    assert effective is not None
+    assert link is not None
     weights, settings = resolve(point.case.model).weight_bytes, effective.settings
     rows = [
         ("all weights, as released", weights),

@@ -204,7 +204,8 @@ def test_a_regression_exits_seven(files: Files, after: Measurement, allowed: str
         (["torn.jsonl", "b.jsonl"], 4, "torn.jsonl:1: not a whole record"),
         (["a.jsonl", "."], 2, "name a .jsonl"),
         (["a.jsonl", "machine.json"], 2, "is not a results file"),
-        (["a.jsonl", "c.jsonl"], 2, "--across engine"),
+        (["a.jsonl", "c.jsonl"], 2, "try --across engine"),
+        (["a.jsonl", "e.jsonl", "--across", "engine"], 2, "try --across engine,gpu_weights"),
         (["a.jsonl", "d.jsonl"], 2, "batch sizes"),
         (["two.jsonl", "b.jsonl"], 2, "h100 and h200"),
         (["a.jsonl", "b.jsonl", "--fail-on-regression", "5"], 2, "'5' is not a percentage: write 5%"),
@@ -220,6 +221,8 @@ def test_mistakes_are_one_message(
     files([timed(STEADY)], [timed(STEADY)])
     with Store.open(Path("c.jsonl")) as store:
         store.append(timed(STEADY, engine="deepspeed"))
+    with Store.open(Path("e.jsonl")) as store:
+        store.append(timed(STEADY, engine="deepspeed", gpu_weights="auto"))
     with Store.open(Path("d.jsonl")) as store:
         store.append(timed(STEADY, 2))
     with Store.open(Path("two.jsonl")) as store:

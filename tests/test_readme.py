@@ -106,20 +106,47 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {*WRITTEN} - {"README.md"} <= links
 
 
-def test_the_readme_is_short() -> None:
+@pytest.mark.parametrize("page", TEXTS)
+def test_linked_headings_exist(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]*\.md|)#([^)]+)\)", TEXTS[page])
+    missing = []
+    for file, heading in links:
+        text = (ROOT / page).parent.joinpath(file).read_text() if file else TEXTS[page]
+        titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+        if heading not in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}:
+            missing.append((file, heading))
+    assert missing == []
+
+
+def written_lines(text: str) -> int:
+    """Return the number of lines of a page that nothing generates."""
+    return len(re.sub(r"\]\]\] -->\n.*?<!-- \[\[\[end", "]]] -->\n<!-- [[[end", text, flags=re.DOTALL).splitlines())
+
+
+def test_pages_are_few_and_short() -> None:
+    """Hold the manual to twelve pages that are read in one sitting each."""
     assert len(README.splitlines()) <= 150
+    assert len(PAGES) <= 13, "README and twelve pages in docs/"
+    shortest = {"docs/architecture.md": 100, "docs/how-it-works.md": 100}
+    lines = {page: written_lines(TEXTS[page]) for page in (*PAGES, "CONTRIBUTING.md")}
+    assert {page: count for page, count in lines.items() if count > shortest.get(page, 150)} == {}
+
+
+def shell_lines(text: str) -> list[str]:
+    """Return the ``zinfer ..`` lines of a page's code blocks."""
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
+    return [line for line in blocks.splitlines() if line.startswith("zinfer ")]
+
+
+def inline_commands(text: str) -> list[str]:
+    """Return each ``zinfer VERB ..`` of a page's prose and tables."""
+    text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|```.*?```", "", text, flags=re.DOTALL)
+    return re.findall(r"`(zinfer [a-z]+ [^`]*)`", " ".join(text.split()))
 
 
 def commands() -> list[str]:
-    """Return each ``zinfer ..`` command of code blocks, text and tables. In text and tables words follow the verb."""
-    shell_lines = []
-    for text in TEXTS.values():
-        text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->", "", text, flags=re.DOTALL)
-        blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
-        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        inline = re.findall(r"`(zinfer [a-z]+ [^`]*)`", " ".join(text.split()))
-        shell_lines += [line for line in [*blocks.splitlines(), *inline] if line.startswith("zinfer ")]
-    return list(dict.fromkeys(shell_lines))
+    """Return each command of the pages once."""
+    return list(dict.fromkeys(line for text in TEXTS.values() for line in (*shell_lines(text), *inline_commands(text))))
 
 
 @pytest.mark.parametrize("line", commands())

@@ -88,12 +88,16 @@ def _points(path: Path) -> tuple[Measurement, ...]:
 
 def _nothing_common(before: Path, after: Path, comparison: Comparison) -> str:
     sides = [[point.case for point in points] for points in (comparison.only_before, comparison.only_after)]
+    apart: dict[str, list[set[str]]] = {}
     for field in (name for name in Case.model_fields if name != "workload"):
-        ours, theirs = ({str(getattr(case, field) or "none") for case in side} for side in sides)
-        if not ours & theirs:
-            across = f"; try --across {field}" if field in AXES else ""
-            shown = [" or ".join(sorted(values)[:4]) or "no finished point" for values in (ours, theirs)]
-            return f"no case is in both files: {field} is {shown[0]} in {before}, {shown[1]} in {after}{across}"
+        values = [{str(getattr(case, field) or "none") for case in side} for side in sides]
+        if not values[0] & values[1]:
+            apart[field] = values
+    if apart:
+        field, *_ = sorted(apart, key=lambda name: name in AXES)  # one that no axis bridges, if there is one
+        across = f"; try --across {','.join(apart)}" if field in AXES else ""
+        shown = [" or ".join(sorted(values)[:4]) or "no finished point" for values in apart[field]]
+        return f"no case is in both files: {field} is {shown[0]} in {before}, {shown[1]} in {after}{across}"
     return f"no case is in both {before} and {after}: their batch sizes, lengths or combinations of settings differ"
 
 

@@ -203,6 +203,8 @@ def test_the_gpu_keeps_the_experts_of_whole_layers_beside_a_cpu_that_computes() 
     assert "batch 1: the CPU computes the experts of 26 of 36 layers in passes of up to 32 tokens" in output
     assert "the experts of 10 of 36 layers stay on the GPU, with 28% cache hits" in output
     assert "batch 1: the experts of all layers stay on the GPU" in output
+    words = ["plan", "-m", "gpt-oss-120b", "--machine", "rtx-4090", "--experts", "on-demand", "--batch-size", "1"]
+    assert "36 of 36 layers stay on the GPU, without their experts" in " ".join(invoke(*words).output.split())
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])

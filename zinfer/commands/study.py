@@ -16,7 +16,7 @@ from zinfer.commands.out import Table, console
 from zinfer.commands.verb import Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.case import Workload
-from zinfer.core.engine import OptionError, conflict
+from zinfer.core.engine import ENGINES, OptionError, conflict
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, NOTHING, PARTIAL
 from zinfer.core.model import check_positions
 from zinfer.job import sweep
@@ -207,7 +207,7 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
 
 @command.command("reuse", cls=Verb)
 @options.any_model
-@option("--engine", options.Words(), options.ENGINES_HELP, default="stream")
+@option("--engine", options.Words(), f"Engines ({', '.join(ENGINES)}), or recipes in engines/.", default="stream")
 @option("--offload", options.Words(options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
 @option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
 @option("--new-tokens", options.COUNT, "Trailing tokens to compute; the rest comes from the cache.", default=32)

@@ -58,7 +58,8 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
     for plan in plans:
         placement, rows = plan.placement, plan.case.workload.batch_size
         stay, away = len(placement.resident_layers), placement.host_rows(rows)
-        kept = f"{stay} of {plan.model.num_layers} layers stay on the GPU" if plan.streamed_bytes and stay else ""
+        bare = ", without their experts" * (placement.experts == "on-demand" and not placement.expert_layers)
+        kept = f"{stay} of {plan.model.num_layers} layers stay on the GPU{bare}" if plan.streamed_bytes and stay else ""
         how = "where the CPU attends to it" if placement.kv_on_cpu else "and crosses the link in every step"
         cache = f"the KV cache of {away} of {rows} sequences is in host memory, {how}" if away else ""
         if plan.holds and (kept or cache):

@@ -1,4 +1,7 @@
-"""Commands and code of README and docs, run as written on a small checkpoint and the records in git."""
+"""Commands and code of the pages, run as written.
+
+They run on a small checkpoint and on records in git, in this process.
+"""
 
 import json
 import re

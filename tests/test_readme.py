@@ -124,7 +124,7 @@ def written_lines(text: str) -> int:
 
 
 def test_pages_are_few_and_short() -> None:
-    """Hold the manual to twelve pages that are read in one sitting each."""
+    """Hold the manual to twelve pages, each read in one sitting."""
     assert len(README.splitlines()) <= 150
     assert len(PAGES) <= 13, "README and twelve pages in docs/"
     shortest = {"docs/architecture.md": 100, "docs/how-it-works.md": 100}

@@ -360,22 +360,31 @@ def pass_bytes(name: str) -> str:
         ("the same, losslessly coded", effective.wire_bytes),
     ]
     heads = ("weights in a decode step", "#bytes", f"#time on a link of {link / 1e9:.1f} GB/s")
-    measured = (f"**measured**, at batch {point.case.workload.batch_size}", "", _seconds(point.step_median_ms or 0.0))
-    return markdown(heads, (*((what, gb(size, 0), duration(size / link)) for what, size in rows), measured))
+    host_rows = f"{settings['kv_host_rows']} of {point.case.workload.batch_size} sequences"
+    measured = f"**measured**, with the KV cache of {host_rows} in host memory"
+    times = [(what, gb(size, 0), duration(size / link)) for what, size in rows]
+    return markdown(heads, [*times, (measured, "", _seconds(point.step_median_ms or 0.0))])
 
 
 def timeline(name: str, ms: float = 400.0, width: int = 100) -> str:
-    """Return the first `ms` of a traced decode step as text: a row for each lane, a digit for each layer."""
+    """Return the first `ms` of a traced decode step as text.
+
+    A row is a lane; a digit is the last one of a layer. A sentence names the layers that stay.
+    """
+    inside = (span for span in _traced(name).timeline if span.end_ms > 0 and span.start_ms < ms)
+    spans = [span for span in inside if span.layer is not None]
     rows = []
     for lane in ("copy", "unpack", "compute"):
         row = [" "] * width
-        for span in _traced(name).timeline:
-            if span.lane == lane and span.layer is not None and span.end_ms > 0:
-                first = int(max(0.0, span.start_ms) / ms * width)
-                last = max(first + 1, round(span.end_ms / ms * width))
-                row[first:last] = str(span.layer % 10) * (min(last, width) - first)
+        for span in (span for span in spans if span.lane == lane):
+            first, last = int(max(0.0, span.start_ms) / ms * width), round(min(ms, span.end_ms) / ms * width)
+            row[first : max(first + 1, last)] = str((span.layer or 0) % 10) * max(1, last - first)
         rows.append(f"{lane:8}|{''.join(row[:width])}|")
-    return "\n".join(("```text", *rows, f"{'':8}0 ms{f'{ms:.0f} ms':>{width - 2}}", "```"))
+    axis = f"{'':8}0 ms{f'{ms:.0f} ms':>{width - 2}}"
+    computed, copied = ({span.layer for span in spans if span.lane == lane} for lane in ("compute", "copy"))
+    *some, last_layer = map(str, sorted(layer for layer in computed - copied if layer is not None))
+    stay = f"No copy is of layer {', '.join(some)} or {last_layer}: they stay on the GPU."
+    return "\n".join(("```text", *rows, axis, "```", "", stay))
 
 
 def engines() -> str:

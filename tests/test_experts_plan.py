@@ -205,6 +205,8 @@ def test_the_gpu_keeps_the_experts_of_whole_layers_beside_a_cpu_that_computes() 
     assert "batch 1: the experts of all layers stay on the GPU" in output
     words = ["plan", "-m", "gpt-oss-120b", "--machine", "rtx-4090", "--experts", "on-demand", "--batch-size", "1"]
     assert "36 of 36 layers stay on the GPU, without their experts" in " ".join(invoke(*words).output.split())
+    words = [*words[:5], "--batch-size", "1", "--set", "host_bandwidth=80GB/s", "--calibrate"]
+    assert "Do not stream: the CPU computes experts" in " ".join(invoke(*words).output.split())
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])

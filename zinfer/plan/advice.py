@@ -47,7 +47,9 @@ def advice(plans: Sequence[Plan]) -> str:
     if moving is None or staying is None:
         too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
         stream = "Stream: without it the weights do not fit." if too_large else "Only streaming was planned:"
-        return f"{stream if moving else 'Do not stream: all of it fits.'} {_words(able[0])}."
+        by_cpu = able[0].placement.computes(able[0].case.workload.batch_size)
+        fits = "Do not stream: the CPU computes experts." if by_cpu else "Do not stream: all of it fits."
+        return f"{stream if moving else fits} {_words(able[0])}."
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."

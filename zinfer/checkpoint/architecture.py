@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from itertools import count
 from math import ceil
 from typing import Any
@@ -57,6 +58,8 @@ _UNLIKE = {
 # prompt see later ones where no mask hides padding (doge). `make conformance` finds them. Rows of a micro-batch have to
 # be of one length, and prompts are computed whole.
 COUNTS_PADDING = frozenset({"doge"})
+# Names of the cache argument of forward passes: from transformers 5.24 on, before, and of models without attention.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Model types under names of their own -> the type that transformers knows them by. Kimi K2's model card says so.
 _SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
@@ -118,7 +121,8 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "lis
     try:
         return run()
     except IndexError:  # the model's own cache counts the layers of an encoder that it does not have
-        return run(past_key_values=DynamicCache())
+        accepted = signature(model.forward).parameters
+        return run(**{next(name for name in CACHE_NAMES if name in accepted): DynamicCache()})
 
 
 def _shape(

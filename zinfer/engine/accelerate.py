@@ -16,6 +16,7 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
 from torch import Tensor, nn
 
+from zinfer.checkpoint.architecture import CACHE_NAMES
 from zinfer.core.engine import AccelerateOptions
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
@@ -87,7 +88,7 @@ class Accelerate(Decoder[DecoderBatch]):
             execution_device=dict.fromkeys(["", *layers], self.device),
             offload=dict(layers),
             weights_map=self._offloaded,
-            skip_keys=list(self.model._skip_keys_device_placement or ["past_key_values"]),
+            skip_keys=list(self.model._skip_keys_device_placement or CACHE_NAMES),
             preload_module_classes=sorted(
                 {type(part).__name__ for part in self.model.modules() if _reads_children(part)}
             ),

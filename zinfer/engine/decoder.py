@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import TypeVar
 
-from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
+from zinfer.checkpoint.architecture import CACHE_NAMES, COUNTS_PADDING, decoder_layers
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
@@ -32,7 +32,6 @@ from zinfer.system import scratch
 from zinfer.system.scratch import Scratch
 
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers.masking_utils
-CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
 # Types without position ids that number, or use, the tokens which the mask shows: their rows may be padded.
 COUNT_BY_MASK = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2", "mpt"})
 COUNT_GAPS = frozenset({"mpt"})  # of these, the ones for which forgotten positions make tokens more distant

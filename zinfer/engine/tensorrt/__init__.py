@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.architecture import CACHE_NAMES
 from zinfer.core.engine import TensorRTOptions
 from zinfer.engine import EngineError
 from zinfer.engine.cache import RowCache
@@ -89,16 +90,13 @@ class TensorRT(Decoder[DecoderBatch]):
         hidden: Tensor,
         *_args: Any,
         attention_mask: Tensor,
-        past_key_values: RowCache | None = None,
-        layer_past: RowCache | None = None,
         position_embeddings: tuple[Tensor, ...] = (),
         alibi: Tensor | None = None,
-        **_others: Any,
+        **others: Any,
     ) -> Any:
         """Compute all layers for hidden states ``[B, S, H]``; append to the cache. Arguments are those of a layer."""
         model, (rows, count) = self.plan.model, hidden.shape[:2]
-        cache = past_key_values if layer_past is None else layer_past
-        assert cache is not None
+        cache: RowCache = next(others[name] for name in (*CACHE_NAMES, "layer_past") if name in others)
         # Half of the lowest number: a row of padding attends to all keys equally; to none would give NaN.
         bias = attention_mask.clamp(min=torch.finfo(hidden.dtype).min / 2).expand(rows, 1, count, -1)
         inputs = {"hidden": hidden.contiguous(), "bias": bias.contiguous()}

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from zinfer.generation.tokenizer import Tokenizer
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job import structure
 from zinfer.job.openai import Refused, read_body
-from zinfer.job.structure import Call, Form, Parsed, form_of, parse
+from zinfer.job.structure import Call, Form, Parsed, Parser, form_of
 
 Patch = pytest.MonkeyPatch
 CITY = {
@@ -297,28 +298,70 @@ ANSWERS: dict[str, tuple[Form, str, Parsed]] = {
         'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
         Parsed("Rain?", "I look.", (Call("weather", '{"city": "Oslo"}'),)),
     ),
+    "call in a thought": (
+        Form("harmony", True), "<|channel|>analysis to=functions.now <|constrain|>json<|message|>{}<|end|>",
+        Parsed(calls=(NOW,)),
+    ),
+    "no channel": (Form("harmony", True), "It does.", Parsed("", "It does.")),
+    "between calls": (
+        Form("tags"), 'a\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\nb <tool_call>no</tool_call>\n ',
+        Parsed("", "ab <tool_call>no</tool_call>", (NOW,)),
+    ),
     "recipient first": (
         Form("harmony", True), ' to=functions.now<|channel|>commentary json<|message|>{}', Parsed(calls=(NOW,)),
     ),
 }  # fmt: skip
 
 
+def streamed(texts: Sequence[str], form: Form, prompt: Sequence[int] = (5,)) -> tuple[Parsed, Parsed]:
+    """Return the parts of an answer that comes as `texts`, and those that were told before its end."""
+    parser, parts = Parser(form, ("now", "weather"), prompt), [Parsed()]
+    for number, text in enumerate(texts, start=1):
+        new = parser.add(text, ended=number == len(texts))
+        told = parts[-1]
+        parts.append(Parsed(told.reasoning + new.reasoning, told.content + new.content, told.calls + new.calls))
+        assert parser.calls == len(parts[-1].calls)
+    return parts[-1], parts[-2]
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
-    """Parts of every beginning are beginnings of the parts."""
+    """However they come, their parts are the same."""
     form, text, expected = ANSWERS[name]
-    prompt = [5, 7, 9] if form.think else [5]
-    assert parse(text, form, ("now", "weather"), prompt, ended=True) == expected
-    told = Parsed()
-    for end in range(len(text) + 1):
-        parsed = parse(text[:end], form, ("now", "weather"), prompt, ended=False)
-        new = parsed.since(told)
-        assert (told.reasoning + new.reasoning, told.content + new.content, told.calls + new.calls) == parsed
-        told = parsed
-    assert expected.reasoning.startswith(told.reasoning)
-    assert expected.content.startswith(told.content)
-    assert expected.calls[: len(told.calls)] == told.calls
-    assert form.calls == "json" or expected.calls or "<tool_call>" in text or told != Parsed(), "it streams"
+    prompt, dice = [5, 7, 9] if form.think else [5], random.Random(1)
+    assert streamed([text], form, prompt)[0] == expected
+    whole, told = streamed([*text, ""], form, prompt)
+    assert whole == expected
+    at_once = form.calls == "json" or expected.calls or "<tool_call>" in text or name == "no channel"
+    assert at_once or told != Parsed(), "it streams"
+    for _ in range(20):
+        ends = [0, *sorted(dice.choices(range(len(text) + 1), k=4)), len(text)]
+        assert streamed([text[start:end] for start, end in pairwise(ends)], form, prompt)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "piece", "part"),
+    [
+        (Form("tags"), '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n', "calls"),
+        (Form("harmony"), "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "reasoning"),
+        (Form("tags"), "word ", "content"),
+    ],
+)
+def test_a_long_answer_takes_as_long_for_each_part(form: Form, piece: str, part: str) -> None:
+    """Count the characters that are looked at: a copy of all that came would be the square of them."""
+
+    parser, looked = Parser(form, ("now",), [5]), 0
+    cut = parser._cut
+
+    def counting(marks: tuple[str, ...]) -> tuple[str, str]:
+        nonlocal looked
+        looked += len(parser._rest)
+        return cut(marks)
+
+    parser._cut = counting  # type: ignore[method-assign]
+    for _ in range(3000):
+        assert getattr(parser.add(piece, ended=False), part)
+    assert looked < 3000 * 8 * len(piece)
 
 
 def test_forms_are_seen_in_templates() -> None:

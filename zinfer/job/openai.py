@@ -20,7 +20,7 @@ from zinfer.core.errors import ZinferError
 from zinfer.core.request import EchoedPrompt, Failure, Request, Sampling, TokenScore
 from zinfer.generation import grammar
 from zinfer.job import structure
-from zinfer.job.structure import Form, Parsed
+from zinfer.job.structure import Form, Parsed, Parser
 from zinfer.system.documents import DocumentError, parse_json
 
 MAX_STOPS, MAX_STOP = 16, 1000  # texts that end an answer, and characters of one
@@ -146,9 +146,9 @@ class Asked(NamedTuple):
             logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.calls == "harmony", **fields,
         )  # fmt: skip
 
-    def parse(self, text: str, prompt_ids: Sequence[int], ended: bool = True) -> Parsed:
-        """Take an answer to a prompt apart, as `structure.parse` does."""
-        return structure.parse(text, self.form, self.tools, prompt_ids, ended) if self.chat else Parsed(content=text)
+    def parser(self, prompt_ids: Sequence[int]) -> Parser:
+        """Return what takes an answer to a prompt apart."""
+        return Parser(self.form if self.chat else structure.PLAIN, self.tools, prompt_ids)
 
 
 def read_body(
@@ -554,22 +554,19 @@ def choice_object(
     content = {"message": message} if chat else {"text": answer.content}
     return {
         "index": index, **content, "logprobs": logprobs,
-        "finish_reason": finish_of(finish_reason, answer),
+        "finish_reason": finish_of(finish_reason, len(answer.calls)),
     }  # fmt: skip
 
 
-def finish_of(finish_reason: str, answer: Parsed) -> str:
-    """Return the reason why an answer ended, which may have calls."""
-    return "tool_calls" if answer.calls and finish_reason == "stop" else finish_reason
+def finish_of(finish_reason: str, calls: int) -> str:
+    """Return the reason why an answer with `calls` ended."""
+    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
 
 
-def delta_object(new: Parsed, told: Parsed) -> dict[str, Any]:
-    """Return the new part of a streamed message after `told`.
-
-    A call is one delta, whole.
-    """
+def delta_object(new: Parsed, calls: int) -> dict[str, Any]:
+    """Return the new part of a streamed message. The answer has `calls` so far, each of which is one delta, whole."""
     content = {"content": new.content} if new.content else {}
-    return content | _more(new, len(told.calls))
+    return content | _more(new, calls - len(new.calls))
 
 
 def _more(answer: Parsed, first: int = 0) -> dict[str, Any]:

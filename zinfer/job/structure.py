@@ -7,7 +7,7 @@ chat template: thoughts as ``<think>..</think>``, calls as JSON within ``<tool_c
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from zinfer.generation.detokenizer import before_a_stop
@@ -19,7 +19,7 @@ _SPACE = r"( |\n {0,32})?"  # between tokens of JSON; without a bound a model ma
 _JSON = {"whitespace_pattern": _SPACE}
 _END = "</think>"
 _TAG, _TAG_END = "<tool_call>", "</tool_call>"
-_HEAD, _BODY, _NEXT = "<|channel|>", "<|message|>", "<|start|>assistant"  # of a message of harmony
+_HEAD, _BODY, _CLOSE, _NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"  # of a message of harmony
 _THOUGHT = "/(?s:.*)/"
 _DECODER = json.JSONDecoder()
 
@@ -140,107 +140,154 @@ class Parsed(NamedTuple):
     content: str = ""
     calls: tuple[Call, ...] = ()
 
-    def since(self, before: "Parsed") -> "Parsed":
-        """Return what came after `before`, which is a beginning of this."""
-        lengths = len(before.reasoning), len(before.content), len(before.calls)
-        return Parsed(*(part[length:] for part, length in zip(self, lengths, strict=True)))  # type: ignore[arg-type]
+
+Steps = Generator[None, None, None]  # they yield where they need more text
+Cut = Generator[None, None, tuple[str, str]]
 
 
-NOTHING = Parsed()
+class Parser:
+    """Take an answer to a prompt apart as it comes. Calls of others than `tools` are content.
 
-
-def parse(text: str, form: Form, tools: Sequence[str], prompt_ids: Sequence[int], ended: bool) -> Parsed:
-    """Take an answer apart. Of one that has not `ended` the parts are those that will not change.
-
-    Calls of others than `tools` are content.
+    `calls` counts calls so far.
     """
-    if form.calls == "harmony":
-        return _of_channels(text, tools, ended)
-    reasoning = ""
-    if form.thoughts:
-        begun = thinks(form.think, prompt_ids)
-        start = text.lstrip()
-        if not ended and not begun and len(start) < len(THINK) and THINK.startswith(start):
-            return NOTHING
-        if begun or start.startswith(THINK):
-            reasoning, found, text = start.removeprefix(THINK).partition(_END)
-            reasoning = reasoning.strip("\n") if found else _settled(reasoning.lstrip("\n"), ended, _END)
-            text = text.lstrip("\n")
-    if not tools or form.calls == "none":
-        return Parsed(reasoning, text)
-    content, calls = (_of_tags if form.calls == "tags" else _of_json)(text, tools, ended)
-    return Parsed(reasoning, content, calls)
+
+    def __init__(self, form: Form, tools: Sequence[str], prompt_ids: Sequence[int]) -> None:
+        self.calls = 0
+        self._form, self._tools, self._prompt_ids = form, tools, prompt_ids
+        self._rest, self._ended = "", False  # text that is not taken yet
+        self._new: dict[str, str] = {}  # new text by part
+        self._new_calls: list[Call] = []
+        self._said: set[str] = set()  # parts that have text
+        self._blank: str | None = ""  # what the next text does not begin with; None is any space
+        self._steps = self._harmony() if form.calls == "harmony" else self._text()
+
+    def add(self, text: str, ended: bool) -> Parsed:
+        """Return the parts that `text` adds; if the answer has not `ended`, those that will not change."""
+        self._rest += text
+        self._ended, self._new, self._new_calls = ended, {}, []
+        next(self._steps, None)
+        return Parsed(self._new.get("reasoning", ""), self._new.get("content", ""), tuple(self._new_calls))
+
+    def _text(self) -> Steps:
+        if self._form.thoughts:
+            while THINK.startswith(start := self._rest.lstrip()) and start != THINK and not self._ended:
+                yield
+            if start.startswith(THINK) or thinks(self._form.think, self._prompt_ids):
+                self._rest, self._blank = start.removeprefix(THINK), "\n"
+                blank, mark = yield from self._copy("reasoning", _END, blank="\n")
+                self._say("reasoning", "" if mark else blank)
+                self._blank = "\n"
+        if self._tools and self._form.calls == "tags":
+            yield from self._tags()
+        elif self._tools and self._form.calls == "json":
+            yield from self._json()
+        else:
+            yield from self._copy("content")
+
+    def _tags(self) -> Steps:
+        blank, mark = yield from self._copy("content", _TAG, blank=None)
+        while mark:
+            text, call = "", None
+            while mark and call is None:  # it may end in a string of the call
+                more, mark = yield from self._hold(_TAG_END)
+                value, end = _value(text := text + more)
+                call = _call(value, "arguments", self._tools) if mark and not text[end:].strip() else None
+                text += mark
+            if call is None:
+                text = blank + _TAG + text
+                self._say("content", text.rstrip() if self.calls else text)
+                return
+            self._add(call)
+            self._blank = None
+            blank, mark = yield from self._copy("content", _TAG, blank=None)
+        self._say("content", "" if self.calls else blank)
+
+    def _json(self) -> Steps:
+        while not self._ended and not self._rest.strip():
+            yield
+        if not self._rest.lstrip().startswith("{"):
+            yield from self._copy("content")
+            return
+        text, _ = yield from self._hold()
+        value, end = _value(text)
+        call = _call(value, "parameters", self._tools) or _call(value, "arguments", self._tools)
+        if call is None or text[end:].strip(" \n;"):
+            self._say("content", text)
+        else:
+            self._add(call)
+
+    def _harmony(self) -> Steps:
+        """Take messages, each a head with a channel and perhaps a recipient, and a body."""
+        mark = _NEXT
+        while mark:
+            head, mark = yield from self._hold(_BODY, _NEXT)
+            channel, to = re.search(r"<\|channel\|>\s*(\w+)", head), re.search(r"to=functions\.([^\s<]+)", head)
+            part = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+            if mark != _BODY:
+                self._say("content", "" if _HEAD in head else head)
+            elif to is None:
+                self._say(part, "\n" * (part in self._said))
+                _, mark = yield from self._copy(part, _CLOSE, _NEXT)
+            else:
+                body, mark = yield from self._hold(_CLOSE, _NEXT)
+                call = _call({"name": to[1], "arguments": _value(body)[0]}, "arguments", self._tools)
+                if call is None:
+                    self._say(part, body)
+                else:
+                    self._add(call)
+            if mark == _CLOSE:
+                _, mark = yield from self._hold(_NEXT)
+
+    def _copy(self, part: str, *marks: str, blank: str | None = "") -> Cut:
+        """Say the text before the first of `marks` as it comes. Return `blank` characters at its end, and the mark."""
+        while True:
+            text, mark = self._cut(marks)
+            said, over = text.rstrip(blank), mark or self._ended
+            self._rest = self._rest if over else text[len(said) :] + self._rest
+            self._say(part, said)
+            if over:
+                return text[len(said) :], mark
+            yield
+
+    def _hold(self, *marks: str) -> Cut:
+        """Return the text before the first of `marks`, once it is there, and the mark; "" at the end."""
+        texts, mark = [], ""
+        while True:
+            text, mark = self._cut(marks)
+            texts.append(text)
+            if mark or self._ended:
+                return "".join(texts), mark
+            yield
+
+    def _cut(self, marks: tuple[str, ...]) -> tuple[str, str]:
+        """Take the text before the first of `marks`, and the mark; else what does not begin one."""
+        text = self._rest
+        at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
+        if not mark and not self._ended:
+            at = len(before_a_stop(text, marks))
+        self._rest = text[at + len(mark) :]
+        return text[:at], mark
+
+    def _say(self, part: str, text: str) -> None:
+        if text := text.lstrip(self._blank):
+            self._new[part] = self._new.get(part, "") + text
+            self._said.add(part)
+            self._blank = ""
+
+    def _add(self, call: Call) -> None:
+        self._new_calls.append(call)
+        self.calls += 1
 
 
-def _settled(text: str, ended: bool, *marks: str) -> str:
-    """Return `text` without an end that may become another thing: space, or one of `marks`."""
-    return text if ended else before_a_stop(text, marks).rstrip()
-
-
-def _of_tags(text: str, tools: Sequence[str], ended: bool) -> tuple[str, tuple[Call, ...]]:
-    calls, end, content = list[Call](), 0, ""
-    while (start := text.find(_TAG, end)) >= 0:
-        value, behind = _value(text, start + len(_TAG))
-        call = _call(value, "arguments", tools)
-        close = re.compile(rf"\s*{_TAG_END}").match(text, behind)
-        if call is None or close is None:
-            break
-        content += text[end:start].strip() if calls else text[end:start]
-        calls.append(call)
-        end = close.end()
-    rest = text[end:]
-    if not ended:
-        rest = _settled(rest.partition(_TAG)[0], ended, _TAG)
-    content += rest.lstrip() if calls else rest
-    return content.rstrip() if calls else content, tuple(calls)
-
-
-def _of_json(text: str, tools: Sequence[str], ended: bool) -> tuple[str, tuple[Call, ...]]:
-    if not text.lstrip().startswith("{"):
-        return text if ended else text.rstrip(), ()
-    value, end = _value(text, 0) if ended else (None, 0)
-    call = _call(value, "parameters", tools) or _call(value, "arguments", tools)
-    if call is None or text[end:].strip(" \n;"):
-        return (text if ended else ""), ()
-    return "", (call,)
-
-
-def _value(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON at `start` or None, and the position behind it."""
+def _value(text: str) -> tuple[Any, int]:
+    """Return the JSON that a text begins with or None, and the position behind it."""
     try:
-        return _DECODER.raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip()))
+        return _DECODER.raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):
-        return None, start
+        return None, 0
 
 
 def _call(value: Any, key: str, tools: Sequence[str]) -> Call | None:
     if not isinstance(value, dict) or value.get("name") not in tools or not isinstance(value.get(key), dict):
         return None
     return Call(value["name"], json.dumps(value[key], ensure_ascii=False))
-
-
-def _of_channels(text: str, tools: Sequence[str], ended: bool) -> Parsed:
-    """Take an answer of harmony apart: messages, each a head with a channel and perhaps a recipient, and a body."""
-    parsed = NOTHING
-    parts = text.split(_NEXT)
-    for number, part in enumerate(parts):
-        whole = ended or number + 1 < len(parts)
-        head, found, body = part.partition(_BODY)
-        if not found:
-            if ended and _HEAD not in part:
-                parsed = parsed._replace(content=parsed.content + part)
-            continue
-        body, closed, _ = body.partition("<|end|>")
-        channel, to = re.search(r"<\|channel\|>\s*(\w+)", head), re.search(r"to=functions\.([^\s<]+)", head)
-        body = body if closed or whole else _settled(body, whole, "<|end|>", _NEXT)
-        if channel is not None and channel[1] == "analysis":
-            parsed = parsed._replace(reasoning=parsed.reasoning + "\n" * bool(parsed.reasoning) + body)
-        elif to is None:
-            parsed = parsed._replace(content=parsed.content + "\n" * bool(parsed.content) + body)
-        elif whole:
-            value, _ = _value(body, 0)
-            call = _call({"name": to[1], "arguments": value}, "arguments", tools)
-            parsed = parsed._replace(calls=(*parsed.calls, call)) if call else parsed._replace(
-                content=parsed.content + body
-            )  # fmt: skip
-    return parsed

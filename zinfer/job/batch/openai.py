@@ -138,7 +138,7 @@ def answer(
     prompt_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the output object of a continued line. `tokens` are the prompt's and the answer's."""
-    parsed = line.asked.parse(text, prompt_ids)
+    parsed = line.asked.parser(prompt_ids).add(text, ended=True)
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
     identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, parsed, finish_reason)]
     body = completion_object(identity, created, model, chat, choices, usage_object(tokens))

@@ -107,7 +107,8 @@ class Exchange:
         """Return the whole answer."""
         choices = [
             openai.choice_object(
-                index, self.asked.chat, self.asked.parse(self._echo(answer) + answer.text, answer.prompt_ids),
+                index, self.asked.chat,
+                self.asked.parser(answer.prompt_ids).add(self._echo(answer) + answer.text, ended=True),
                 answer.finish_reason or "", self._logprobs(answer),
             )
             for index, answer in enumerate(self.answers)
@@ -139,11 +140,9 @@ class Exchange:
                 continue
             finish_reason: str | None = answer.finish_reason
             if self.asked.chat:
-                answer.whole += answer.text
-                parsed = self.asked.parse(answer.whole, answer.prompt_ids, ended=answer.over)
-                delta = openai.delta_object(parsed.since(answer.told), answer.told)
-                answer.told = parsed
-                finish_reason = finish_reason and openai.finish_of(finish_reason, parsed)
+                parser = answer.parser = answer.parser or self.asked.parser(answer.prompt_ids)
+                delta = openai.delta_object(parser.add(answer.text, ended=answer.over), parser.calls)
+                finish_reason = finish_reason and openai.finish_of(finish_reason, parser.calls)
                 part: dict[str, Any] = {"delta": ({} if answer.begun else {"role": "assistant", "content": ""}) | delta}
             else:
                 part = {"text": self._echo(answer) + answer.text}

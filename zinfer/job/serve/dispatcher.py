@@ -22,7 +22,7 @@ from zinfer.job.driver import Driver, Window
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
-from zinfer.job.structure import NOTHING, PLAIN, Form, Parsed
+from zinfer.job.structure import PLAIN, Form, Parser
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client, LoadFailed, WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
@@ -78,8 +78,7 @@ class Answer(Request):
     began: float = 0.0  # time of its first token
 
     text: str = ""
-    whole: str = ""  # of a stream, with what was sent, of which `told` are the parts
-    told: Parsed = NOTHING
+    parser: Parser | None = None  # of a streamed chat
     scores: list[TokenScore] = field(default_factory=list)
     echoed: EchoedPrompt | None = None
     tokens: int = 0

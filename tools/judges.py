@@ -1,4 +1,4 @@
-"""Judges that others made, as clients of zinfer (extra `judges`): harness, LoadGen, LangChain and LiteLLM."""
+"""Judges that others made (extra `judges`): harness, LoadGen, LangChain, LiteLLM, and gpt-oss's own parser."""
 
 import array
 import json
@@ -27,9 +27,11 @@ from tests import PATIENCE_S, environment, structured
 from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.smollm2 import make as make_smollm2
+from tests.test_continuous import LOAD
 from tests.test_parity import load
 from tests.test_serve import Reference, served_plan
 from tests.test_serve_command import process
+from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
 from zinfer.engine.stream.engine import Stream
 from zinfer.generation import sequence
@@ -37,7 +39,7 @@ from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.structure import form_of
+from zinfer.job.structure import Call, Form, Parsed, Parser, form_of, grammar, json_schema
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -399,3 +401,97 @@ def test_litellm_gets_objects_and_calls(structured_server: Server) -> None:
     calls = [choice.message.tool_calls[0].function for choice in (whole, streamed)]
     assert calls[0].name == calls[1].name == "plan_trip"
     assert Trip.model_validate_json(calls[0].arguments) == Trip.model_validate_json(calls[1].arguments)
+
+
+# gpt-oss's channels
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the encoding of `openai-harmony`, with the vocabulary that LiteLLM comes with: it would fetch its own."""
+    library, litellm = pytest.importorskip("openai_harmony"), find_spec("litellm")
+    folder = tmp_path_factory.mktemp("vocabulary")
+    (name,) = (litellm and litellm.submodule_search_locations) or pytest.skip("needs litellm")
+    o200k = Path(name) / "litellm_core_utils" / "tokenizers" / "fb374d419588a4632f3f557e76b4b70aebbca790"
+    (folder / "o200k_base.tiktoken").symlink_to(o200k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_ENCODINGS_BASE", str(folder))
+        return library.load_harmony_encoding("HarmonyGptOss")
+
+
+HEADS = {  # of messages, by whether they call a tool
+    False: ["<|channel|>analysis", "<|channel|>final", "<|channel|>commentary", "<|channel|>final <|constrain|>json"],
+    True: [
+        "<|channel|>commentary to=functions.now <|constrain|>json", " to=functions.now<|channel|>commentary json",
+        " to=functions.now<|channel|>commentary <|constrain|>json", "<|channel|>analysis to=functions.now code",
+    ],
+}  # fmt: skip
+BODIES = ["It rains.", "a\n\n<b> ", " to=functions.now", "<|start|", "é 東京 🙂", '{"a": 1}', "<tool_call>", "x" * 40]
+
+
+def read(encoding: Any, ids: Sequence[int]) -> Parsed:
+    """Return the messages of an answer as `openai-harmony` reads it, in OpenAI's parts."""
+    texts: dict[bool, list[str]] = {True: [], False: []}
+    calls = []
+    assistant = pytest.importorskip("openai_harmony").Role.ASSISTANT
+    for message in encoding.parse_messages_from_completion_tokens(ids, assistant):
+        text = "".join(part.text for part in message.content)
+        if message.recipient == "functions.now":
+            calls.append(Call("now", json.dumps(json.loads(text), ensure_ascii=False)))
+        else:
+            texts[message.channel == "analysis"].append(text)
+    return Parsed("\n".join(texts[True]), "\n".join(texts[False]), tuple(calls))
+
+
+def test_channels_are_what_gpt_oss_calls_them(harmony: Any) -> None:
+    """Whole, and token by token, where nothing may be told that is taken back."""
+    dice, form = random.Random(4), Form("harmony", True)
+    for _ in range(300):
+        kinds = [dice.random() < 0.3 for _ in range(dice.randint(1, 5))]
+        bodies = [json.dumps({"a": dice.choice(BODIES)}) if call else "".join(dice.sample(BODIES, 2)) for call in kinds]
+        parts = [f"{dice.choice(HEADS[call])}<|message|>{body}" for call, body in zip(kinds, bodies, strict=True)]
+        text = "<|end|><|start|>assistant".join(parts)
+        ids = harmony.encode(text, allowed_special="all")
+        expected = read(harmony, [*ids, 200012 if kinds[-1] else 200002])
+        assert Parser(form, ("now",), ()).add(text, ended=True) == expected, text
+        parser, shown, told = Parser(form, ("now",), ()), "", ["", ""]
+        for count in range(1, len(ids) + 1):
+            beginning = harmony.decode(ids[:count])
+            if "\ufffd" in beginning:  # half of a character
+                continue
+            new = parser.add(beginning[len(shown) :], ended=False)
+            shown, told = beginning, [told[0] + new.reasoning, told[1] + new.content]
+            assert expected.reasoning.startswith(told[0])
+            assert expected.content.startswith(told[1])
+            assert expected.calls[: parser.calls][parser.calls - len(new.calls) :] == new.calls
+
+
+def test_a_grammar_lets_gpt_oss_say_what_its_parser_reads(harmony: Any, tmp_path: Path) -> None:
+    """A model that is random but for its grammar."""
+    engine = load("stream", structured.save(tmp_path / "harmony", "harmony"), "cpu", tmp_path)
+    tokenizer = Tokenizer(engine.plan.model)
+    form, tool = Form("harmony", True, None), {"name": "now", "parameters": Trip.model_json_schema()}
+    answer = json_schema(Trip.model_json_schema())
+    texts = [grammar(form, None, [tool], True), grammar(form, answer, (), False), grammar(form, answer, [tool], False)]
+    quiet = tuple((token, -100.0) for text, token in tokenizer.hf.get_vocab().items() if "analysis".startswith(text))
+    rows = [
+        sequence.Sequence(
+            [40 + key], 250, Sampling(grammar=text, logit_bias=quiet, temperature=1.0, seed=str(key)), key=key,
+            chat=True, special=True,
+        )
+        for key, text in enumerate(texts * 5)
+    ]  # fmt: skip
+    scheduler = ContinuousScheduler(engine, tokenizer, LOAD)
+    scheduler.add(rows)
+    while scheduler.running:
+        scheduler.step()
+    scheduler.end()
+    engine.close()
+    whole = [row for row in rows if row.finish_reason == "stop"]
+    assert len(whole) > 10
+    for row in whole:
+        ids = harmony.encode(row.text, allowed_special="all")
+        expected = read(harmony, ids)
+        assert Parser(form, ("now",), ()).add(row.text, ended=True) == expected
+        assert Trip.model_validate_json(expected.content or expected.calls[0].arguments)
+        assert bool(expected.calls) or "final" in row.text

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import PATIENCE_S, Checkpoints, Patch, mentions
+from tests import PATIENCE_S, Checkpoints, Patch, mentions, structured
 from tests.command import zinfer
 from tests.inline_worker import InlineWorker
 from tests.test_cli import ROOT
@@ -35,6 +35,7 @@ from zinfer.core.request import Sampling, Update
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.structure import PLAIN, Parser
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command
 
 TURNS = ["Hello there", "And again", "third"]
@@ -128,7 +129,7 @@ def test_answers_are_those_of_transformers(
 
 def test_the_text_of_an_answer_is_that_of_its_end() -> None:
     """Pieces keep characters that a tokenizer took back afterwards; the next turn needs the text without them."""
-    answer = terminal._Answer(as_json=True)
+    answer = terminal._Answer(Parser(PLAIN, (), ()), as_json=True)
     for row in (
         Update(key=0, tokens=[1], delta="a?"),
         Update(key=0, tokens=[2], delta="c", text="abc", finish_reason="length"),
@@ -220,6 +221,34 @@ def test_options_reach_the_template(folder: Path, checkpoint: Checkpoints) -> No
     for wrong, why in (("[1]", "write an object"), ("{", "is damaged"), ('{"len": 1}', "no setting 'len'")):
         refused = zinfer(folder, *words, "--chat-template-kwargs", wrong)
         assert (refused.returncode, why in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize("template", ["harmony", "thinks"])
+def test_thoughts_are_no_part_of_the_answer(folder: Path, template: str) -> None:
+    """As in answers of the server: channels and marks are taken away, and thoughts go elsewhere."""
+    directory = structured.save(folder / "model", template)
+    words = ["run", "-m", str(directory), "--offload", "cpu", "--chat", "--max-tokens", "30", "-p", "hi", "-p", "ho"]
+    words += ["--structured-outputs", '{"choice": ["yes"]}']
+    if template == "thinks":
+        words += ["--chat-template-kwargs", '{"open": true}', "--seed", "3", "--temperature", "1"]
+    else:  # a random model does not end a thought
+        vocabulary = AutoTokenizer.from_pretrained(directory).get_vocab()
+        words += [
+            "--logit-bias",
+            ",".join(f"{it}=-100" for text, it in vocabulary.items() if "analysis".startswith(text)),
+        ]
+    shown, listed = zinfer(folder, *words), zinfer(folder, *words, "--json")
+    assert (shown.returncode, listed.returncode) == (0, 0), shown.stderr + listed.stderr
+    answers = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert shown.stdout == "".join(f"{answer['output_text']}\n" for answer in answers)
+    if template == "harmony":
+        assert [(answer["output_text"], answer["reasoning_content"]) for answer in answers] == [("yes", "")] * 2
+        assert "[thought: " not in shown.stderr
+    else:
+        for answer in answers:
+            assert answer["reasoning_content"]
+            assert not answer["output_text"]
+        assert shown.stderr.count("[thought: ") == 2
 
 
 def test_a_pipe_is_a_conversation(

@@ -77,6 +77,15 @@ def test_turns_are_the_tokens_of_the_whole_conversation(template: str, character
     assert talk.ask("And?") == second, "a turn without an answer is not part of the conversation"
 
 
+def test_a_template_gets_thoughts_of_answers(characters: Any, start: Make) -> None:
+    told = EXTENDING.replace("{{ m.content }}", "{{ m.content }}{{ m.reasoning_content or '-' }}")
+    talk = start(characters, told)
+    talk.ask("Hi")
+    talk.answered("yes", "hm")
+    text = decode(characters, talk.ask("And?"), special=True)
+    assert text == "<s>user: Hi-</s><s>assistant: yeshm</s><s>user: And?-</s><s>assistant: "
+
+
 def test_a_template_that_says_no_is_one_line(characters: Any, start: Make) -> None:
     talk = start(characters, "{{ raise_exception('no system\nturns') }}", "Be brief.")
     with pytest.raises(ModelError, match=r"chat template .*no system turns"):

@@ -30,7 +30,7 @@ from zinfer.generation import grammar, tokenizer_process
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 from zinfer.generation.tokenizer import Tokenizer
-from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.generation.tokenizer_process import Facts, TokenizerProcess
 from zinfer.job import structure
 from zinfer.job.openai import Refused, read_body
 from zinfer.job.structure import Call, Form, Parsed, Parser, form_of
@@ -314,7 +314,7 @@ ANSWERS: dict[str, tuple[Form, str, Parsed]] = {
 
 
 def streamed(texts: Sequence[str], form: Form, prompt: Sequence[int] = (5,)) -> tuple[Parsed, Parsed]:
-    """Return the parts of an answer that comes as `texts`, and those that were told before its end."""
+    """Return an answer's parts, and those told before its end."""
     parser, parts = Parser(form, ("now", "weather"), prompt), [Parsed()]
     for number, text in enumerate(texts, start=1):
         new = parser.add(text, ended=number == len(texts))
@@ -348,7 +348,7 @@ def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
     ],
 )
 def test_a_long_answer_takes_as_long_for_each_part(form: Form, piece: str, part: str) -> None:
-    """Count the characters that are looked at: a copy of all that came would be the square of them."""
+    """Characters that are looked at do not grow with the square."""
 
     parser, looked = Parser(form, ("now",), [5]), 0
     cut = parser._cut
@@ -365,6 +365,9 @@ def test_a_long_answer_takes_as_long_for_each_part(form: Form, piece: str, part:
 
 
 def test_forms_are_seen_in_templates() -> None:
+    def form_of(template: str | None, think: int | None) -> Form:
+        return structure.form_of(Facts([], None, template, think))
+
     calls = {name: form_of(template, 9).calls for name, template in structured.TEMPLATES.items()}
     assert calls == {"plain": "none", "tags": "tags", "json": "json", "harmony": "harmony", "thinks": "none"}
     assert form_of(structured.TEMPLATES["thinks"], 9) == Form("none", True, 9)
@@ -386,7 +389,7 @@ def form(request: pytest.FixtureRequest) -> Any:
 def server(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     plan = served_plan(structured.save(tmp_path_factory.mktemp(form), form))
     worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
-    known = form_of(tokenizer.template.text, tokenizer.facts.think)
+    known = form_of(tokenizer.facts)
     with serving(plan, lambda: worker, tokenizer=tokenizer, form=known) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""Judges that others made (extra `judges`): harness, LoadGen, LangChain, LiteLLM, and gpt-oss's own parser."""
+"""Judges that others made: harness, LoadGen, LangChain, LiteLLM, openai-harmony (extra `judges`)."""
 
 import array
 import json
@@ -367,7 +367,7 @@ def structured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     """Serve a random model, whose answers only a grammar makes right."""
     plan = served_plan(structured.save(tmp_path_factory.mktemp(request.param), request.param))
     worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
-    form = form_of(tokenizer.template.text, tokenizer.facts.think)
+    form = form_of(tokenizer.facts)
     with serving(plan, lambda: worker, tokenizer=tokenizer, form=form) as server:
         yield server
 
@@ -408,7 +408,7 @@ def test_litellm_gets_objects_and_calls(structured_server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the encoding of `openai-harmony`, with the vocabulary that LiteLLM comes with: it would fetch its own."""
+    """Return the encoding of `openai-harmony`. Its vocabulary is a file of LiteLLM: it would fetch its own."""
     library, litellm = pytest.importorskip("openai_harmony"), find_spec("litellm")
     folder = tmp_path_factory.mktemp("vocabulary")
     (name,) = (litellm and litellm.submodule_search_locations) or pytest.skip("needs litellm")
@@ -430,7 +430,7 @@ BODIES = ["It rains.", "a\n\n<b> ", " to=functions.now", "<|start|", "é 東京 
 
 
 def read(encoding: Any, ids: Sequence[int]) -> Parsed:
-    """Return the messages of an answer as `openai-harmony` reads it, in OpenAI's parts."""
+    """Return the parts of an answer as `openai-harmony` reads them."""
     texts: dict[bool, list[str]] = {True: [], False: []}
     calls = []
     assistant = pytest.importorskip("openai_harmony").Role.ASSISTANT
@@ -444,7 +444,7 @@ def read(encoding: Any, ids: Sequence[int]) -> Parsed:
 
 
 def test_channels_are_what_gpt_oss_calls_them(harmony: Any) -> None:
-    """Whole, and token by token, where nothing may be told that is taken back."""
+    """Whole, and token by token: nothing is taken back."""
     dice, form = random.Random(4), Form("harmony", True)
     for _ in range(300):
         kinds = [dice.random() < 0.3 for _ in range(dice.randint(1, 5))]

@@ -217,7 +217,7 @@ class LLM(Closing):
             raise ZinferError(f"{len(prompts)} prompts and {len(every)} sampling_params: give one for each, or one")
         more: dict[str, Any] = {"stream": stream} | ({"chat_template_kwargs": settings} if settings else {})
         more |= {"tools": [*map(dict, tools)]} if tools else {}
-        form = form_of(self._tokenizer.template.text, self._tokenizer.facts.think) if chat else PLAIN
+        form = form_of(self._tokenizer.facts) if chat else PLAIN
         requests, outputs = list[Request](), list[RequestOutput]()
         for owner, (prompt, wanted) in enumerate(zip(prompts, every, strict=True)):
             body = wanted.body(chat) | {subject: prompt} | more

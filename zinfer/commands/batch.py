@@ -84,7 +84,7 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
     output = how["output"] if shard is None else shard.path(how["output"])
     content = _content(prompts, output)
     job = options.prepared("batch", how)
-    lines = read_requests(content, form_of(job.tokenizer.template.text, job.tokenizer.facts.think))
+    lines = read_requests(content, form_of(job.tokenizer.facts))
     lines = lines if shard is None else [*shard.of(lines)]
     source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)

@@ -18,6 +18,7 @@ from zinfer.core.request import Request, Sampling, nth_seed
 from zinfer.core.units import duration, figures
 from zinfer.generation.dialogue import Dialogue
 from zinfer.job.signals import Signals
+from zinfer.job.structure import PLAIN, Form, Parser
 from zinfer.system import ending
 from zinfer.system.documents import parse_json
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -105,11 +106,11 @@ class Stop:
 
 
 def prompt_request(
-    number: int, ids: list[int], left: int, sampling: Sampling, ignore_eos: bool, chat: bool = False
+    number: int, ids: list[int], left: int, sampling: Sampling, ignore_eos: bool, **fields: Any
 ) -> Request:
     """Return the request for a streamed answer; `number` is its key, and seeds it."""
     seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-    return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, chat=chat, stream=True)
+    return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, stream=True, **fields)
 
 
 def talk(
@@ -120,11 +121,12 @@ def talk(
     limits: tuple[int, int | None, Sampling, bool],
     on_message: Callable[[str], None],
     as_json: bool,
+    form: Form = PLAIN,
 ) -> None:
     """Hold a conversation of the turns `prompts` with a loaded worker: each is a batch of one row.
 
-    `limits` are output tokens, positions, sampling, and whether to go past an end. Raises ModelError for a turn without
-    tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    Answers have a `form`. `limits` are output tokens, positions, sampling, and whether to go past an end. Raises
+    ModelError for a turn without tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
     output_len, positions, sampling, ignore_eos = limits
     if not dialogue.template:
@@ -141,21 +143,24 @@ def talk(
         left = output_len if positions is None else min(output_len, positions - len(ids))
         if left < 1:
             raise ModelError(f"the conversation has {len(ids)} tokens, and the model {positions} positions")
-        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True)
-        answer = _Answer(as_json)
+        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True, special=form.special)
+        answer = _Answer(Parser(form, (), ids), as_json)
         with Stop() as stop:
             answer.add(step(request))
             while answer.finish_reason is None and not stop.asked:
                 answer.add(step())
         if answer.finish_reason is None:
             step(drop=[number])
-        dialogue.answered(answer.text)
+            answer.show(ended=True)
+        parsed = Parser(form, (), ids).add(answer.text, ended=True)
+        dialogue.answered(parsed.content, parsed.reasoning)
         rate = (len(answer.output_ids) - 1) / answer.decode_s if answer.decode_s else None
         turn = {
             "turn": number + 1,
             "prompt": prompt,
             "output_ids": answer.output_ids,
-            "output_text": answer.text,
+            "output_text": parsed.content,
+            "reasoning_content": parsed.reasoning,
             "finish_reason": answer.finish_reason or "interrupted",
             "reloaded_tokens": answer.reloaded,
             "computed_tokens": len(ids) - answer.reloaded,
@@ -170,8 +175,12 @@ def talk(
 
 @dataclass
 class _Answer:
-    """Answer to a turn so far, shown as it comes unless `as_json`. `decode_s` follow its first token."""
+    """Answer to a turn so far, shown as it comes unless `as_json`. `decode_s` follow its first token.
 
+    Thoughts go to stderr.
+    """
+
+    parser: Parser
     as_json: bool
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -179,6 +188,7 @@ class _Answer:
     reloaded: int = 0
     ttft_s: float = 0.0
     decode_s: float = 0.0
+    thinks: bool = False
 
     def add(self, step: BatchStepped) -> None:
         """Add the new tokens of a pass. Raises Failure where the row failed."""
@@ -192,5 +202,18 @@ class _Answer:
             self.output_ids += update.tokens
             self.text = self.text + update.delta if update.finish_reason is None else update.text
             self.finish_reason, self.reloaded = update.finish_reason, update.cached
-            if update.delta and not self.as_json:
-                show_generated(update.delta)
+            self.show(update.delta, update.finish_reason is not None)
+
+    def show(self, delta: str = "", ended: bool = False) -> None:
+        """Show the parts that `delta` adds."""
+        if self.as_json:
+            return
+        new = self.parser.add(delta, ended)
+        if new.reasoning:
+            show_generated(("" if self.thinks else "[thought: ") + new.reasoning, sys.stderr)
+            self.thinks = True
+        if self.thinks and (new.content or ended):
+            click.echo("]", err=True)
+            self.thinks = False
+        if new.content:
+            show_generated(new.content)

@@ -29,6 +29,7 @@ from zinfer.job.batch.packing import best_plan
 from zinfer.job.driver import Driver
 from zinfer.job.openai import check_tokens, read_grammar, read_sampling
 from zinfer.job.recipe import engine_recipe
+from zinfer.job.structure import PLAIN, Form, form_of
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import WorkerError
@@ -99,7 +100,6 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """
     prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
     _check_options(chat, batch_size, how["temperature"])
-    sampling = _sampling(how)
     output_len = how["output_len"] or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     recipe = engine_recipe(how["engine"])
@@ -107,6 +107,8 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
     job = options.prepared("run", how)
     spec, tokenizer = job.source.spec, job.tokenizer
+    form = form_of(tokenizer.facts) if chat else PLAIN
+    sampling = _sampling(how, form)
     check_tokens(sampling, spec.vocab_size)
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"], how["chat_template_kwargs"]) if chat else None
@@ -132,7 +134,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
                     opening = BatchStart(load=room, rows=1, arrivals=True, cache_size=how["kv_cache_size"])
                     limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
-                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
+                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json, form)
                     return
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
@@ -266,11 +268,11 @@ def _check_options(chat: bool, batch_size: int | None, temperature: float) -> No
         raise click.UsageError(f"{given[0]} has no effect on greedy text: add --temperature, such as 1")
 
 
-def _sampling(how: dict[str, Any]) -> Sampling:
-    """Return the sampling of the options. Raises Refused for a value out of its limits."""
+def _sampling(how: dict[str, Any], form: Form) -> Sampling:
+    """Return the sampling of the options, for answers of a `form`. Raises Refused for a value out of its limits."""
     given = {name: how[name] for name in (*DRAWN, *EDITS) if how[name] is not None}
     given |= {"stop_token_ids": list(given["stop_token_ids"])} if "stop_token_ids" in given else {}
-    settings = {"temperature": how["temperature"], "seed": str(how["seed"]), "grammar": read_grammar(how)}
+    settings = {"temperature": how["temperature"], "seed": str(how["seed"]), "grammar": read_grammar(how, form)}
     return read_sampling(given).model_copy(update=settings)
 
 

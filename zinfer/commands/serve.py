@@ -73,8 +73,8 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
     first, *more = how["served_names"] or dict.fromkeys((served_name(how["model"]), how["model"]))
     settings = Settings(first, api_key, *(how[name] for name in names))._replace(
-        aliases=tuple(more), form=form_of(tokenizer.template.text, tokenizer.facts.think)
-    )  # fmt: skip
+        aliases=tuple(more), form=form_of(tokenizer.facts)
+    )
     try:
         bound = listen(host, port)
     except OSError as error:

@@ -35,6 +35,7 @@ class Dialogue:
             raise ModelError(ids.message)
         return ids
 
-    def answered(self, text: str) -> None:
-        """Add the last turn and its answer to the conversation."""
-        self._messages += [self._turn, {"role": "assistant", "content": text}]
+    def answered(self, text: str, reasoning: str = "") -> None:
+        """Add the last turn and its answer to the conversation; the template gets the `reasoning`, too."""
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        self._messages += [self._turn, {"role": "assistant", "content": text} | thought]

@@ -56,11 +56,11 @@ class Refusal(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about a tokenizer: end tokens, first token, whether it can chat, and the token that begins a thought."""
+    """Facts about a tokenizer: end tokens, first token, chat template, and the token that begins a thought."""
 
     ends: list[tuple[int, str, str]]  # each with its text and the files that name it
     bos: int | None
-    template: bool
+    template: str | None
     think: int | None = None
 
     @property

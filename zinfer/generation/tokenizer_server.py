@@ -143,7 +143,7 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
         check_library(error)
         raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
     return checkpoint, {
-        "template": template is not None,
+        "template": template,
         "bos": hf.bos_token_id,
         "ends": names,
         "think": grammar.token_of(hf, grammar.THINK),

@@ -143,7 +143,7 @@ class Asked(NamedTuple):
         sampling = self.sampling.model_copy(update={"seed": seed or self.seed or "0"})
         return Request(
             prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
-            logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.calls == "harmony", **fields,
+            logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.special, **fields,
         )  # fmt: skip
 
     def parser(self, prompt_ids: Sequence[int]) -> Parser:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from zinfer.generation.detokenizer import before_a_stop
 from zinfer.generation.grammar import THINK, thinks
+from zinfer.generation.tokenizer_process import Facts
 
 MAX_GRAMMAR = 1 << 16  # characters of a grammar, tools included
 MAX_TOOLS = 128
@@ -31,13 +32,18 @@ class Form(NamedTuple):
     thoughts: bool = False
     think: int | None = None
 
+    @property
+    def special(self) -> bool:
+        """True if its marks are special tokens."""
+        return self.calls == "harmony"
+
 
 PLAIN = Form()
 
 
-def form_of(template: str | None, think: int | None) -> Form:
-    """Return the form of answers by a chat template."""
-    text = template or ""
+def form_of(facts: Facts) -> Form:
+    """Return the form of answers by a tokenizer's chat template."""
+    text = facts.template or ""
     if _HEAD in text and "<|start|>" in text:
         return Form("harmony", True)
     calls: Literal["none", "tags", "json"] = "none"
@@ -46,7 +52,7 @@ def form_of(template: str | None, think: int | None) -> Form:
         calls = "tags"
     elif '"parameters": dictionary of argument name' in plain:
         calls = "json"
-    return Form(calls, _END in text, think)
+    return Form(calls, _END in text, facts.think)
 
 
 # Grammars
@@ -217,7 +223,7 @@ class Parser:
             self._add(call)
 
     def _harmony(self) -> Steps:
-        """Take messages, each a head with a channel and perhaps a recipient, and a body."""
+        """Take messages. Each has a head with a channel, perhaps a recipient, and a body."""
         mark = _NEXT
         while mark:
             head, mark = yield from self._hold(_BODY, _NEXT)
@@ -239,7 +245,7 @@ class Parser:
                 _, mark = yield from self._hold(_NEXT)
 
     def _copy(self, part: str, *marks: str, blank: str | None = "") -> Cut:
-        """Say the text before the first of `marks` as it comes. Return `blank` characters at its end, and the mark."""
+        """Say text up to one of `marks`. Return `blank` characters at its end, and the mark."""
         while True:
             text, mark = self._cut(marks)
             said, over = text.rstrip(blank), mark or self._ended
@@ -250,7 +256,7 @@ class Parser:
             yield
 
     def _hold(self, *marks: str) -> Cut:
-        """Return the text before the first of `marks`, once it is there, and the mark; "" at the end."""
+        """Return text up to one of `marks`, and the mark. It is "" at the end."""
         texts, mark = [], ""
         while True:
             text, mark = self._cut(marks)
@@ -260,7 +266,7 @@ class Parser:
             yield
 
     def _cut(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Take the text before the first of `marks`, and the mark; else what does not begin one."""
+        """Take text up to one of `marks`, and the mark; else what begins none."""
         text = self._rest
         at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
         if not mark and not self._ended:
@@ -280,7 +286,7 @@ class Parser:
 
 
 def _value(text: str) -> tuple[Any, int]:
-    """Return the JSON that a text begins with or None, and the position behind it."""
+    """Return the JSON at the beginning of a text, and its end."""
     try:
         return _DECODER.raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):

@@ -116,9 +116,9 @@ def unguarded(stream: TextIO) -> TextIO:
     return getattr(stream, "unguarded", stream)
 
 
-def show_generated(text: str) -> None:
+def show_generated(text: str, stream: TextIO | None = None) -> None:
     """Print a model's text without a newline: unchanged into a file or a pipe, `generated` on a terminal."""
-    stream = unguarded(sys.stdout)
+    stream = unguarded(stream or sys.stdout)
     stream.write(_encodable(generated(text) if stream.isatty() else text, stream))
     stream.flush()
 

@@ -19,7 +19,6 @@ from zinfer.core.units import duration, figures
 from zinfer.generation.dialogue import Dialogue
 from zinfer.job.signals import Signals
 from zinfer.job.structure import PLAIN, Form, Parser
-from zinfer.system import ending
 from zinfer.system.documents import parse_json
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import Client
@@ -81,28 +80,23 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-class Stop:
+class Stop(Signals):
     """Ctrl-C during an answer: the first sets `asked`, the second raises KeyboardInterrupt."""
 
+    asked = False
+
     def __init__(self) -> None:
-        self.asked = False
-        self._thrown: list[KeyboardInterrupt] = []
+        super().__init__(signal.SIGINT)
 
-    def __enter__(self) -> "Stop":
-        self._before = signal.signal(signal.SIGINT, self._arrived)
-        return self
-
-    def _arrived(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
-            self._thrown.append(KeyboardInterrupt())
-            raise self._thrown[-1]
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self._waiting = self.asked
         self.asked = True
+        super()._arrived(number, frame)
 
-    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        ending.handed_back()
-        if self._thrown and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
-            raise KeyboardInterrupt from None
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        super().__exit__(kind, *exception)
+        if self._waiting and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+            self._raise_pending()  # a library dropped it
 
 
 def prompt_request(

@@ -55,16 +55,13 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "the body": {
         **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                          "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"), _ANY),
-        "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": _ANY, "echo": (False,), "logprobs": (False,),
-        "top_logprobs": (0,), "tool_choice": ("none", "auto"),
-        "function_call": ("none", "auto"), "modalities": (["text"],),
-        "verbosity": ("medium",), "web_search_options": (),
-        # of vLLM
-        "ignore_eos": (False,), "length_penalty": (1,), "use_beam_search": (False,),
-        "early_stopping": (False,), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "priority": (0,),
-        "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "return_prompt_text": (False,),
-        "watermarking": (False,),
+        **dict.fromkeys(("stream", "echo", "logprobs", "ignore_eos", "use_beam_search", "early_stopping",
+                         "include_stop_str_in_output", "return_tokens_as_token_ids", "return_token_ids",
+                         "return_prompt_text", "watermarking"), (False,)),
+        **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+        **dict.fromkeys(("n", "best_of", "length_penalty"), (1,)), **dict.fromkeys(("top_logprobs", "priority"), (0,)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        "stream_options": _ANY, "modalities": (["text"],), "verbosity": ("medium",), "web_search_options": (),
     },
     COMPLETIONS: {"add_special_tokens": (True,)},
     CHAT: {"add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
@@ -173,26 +170,11 @@ def read_body(
     for name in ("min_tokens", "ignore_eos"):
         if text and given.get(name):
             raise Refused("invalid_value", f"{name} does not go with a grammar of the answer", name)
-    asked = Asked(
-        chat=chat,
-        prompts=tuple(_with_grammar(prompt, text) for prompt in prompts),
-        output_len=output_len,
-        sampling=sampling.model_copy(update={"grammar": text}),
-        stop=_stop(given.get("stop")),
-        seed=str(_whole(given, "seed", None)) if "seed" in given else None,
-        tools=tools.names,
-        form=form,
-    )
-    return _for_server(asked, given, served) if served else asked
-
-
-def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> Asked:
-    n = _whole(given, "n", 1) if "n" in given else 1
-    if n * len(asked.prompts) > served.answers:
-        param = "prompt" if len(asked.prompts) > 1 else "n"
+    n, model = _whole(given, "n", 1) if "n" in given else 1, given.get("model")
+    if served and n * len(prompts) > served.answers:
+        param = "prompt" if len(prompts) > 1 else "n"
         raise Refused("invalid_value", f"{param}: at most {served.answers:,} answers to one request", param)
-    model = given.get("model")
-    if model is not None and not isinstance(model, str):
+    if served and model is not None and not isinstance(model, str):
         raise Refused("invalid_type", "model must be a text", "model")
     stream = _flag(given, "stream")
     options = given.get("stream_options") or {}
@@ -201,15 +183,23 @@ def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> As
     options = _effective(options, ("include_usage", "continuous_usage_stats"), "stream_options")
     if any(options.values()) and not stream:
         raise Refused("invalid_value", "stream_options goes with stream only", "stream_options")
-    return asked._replace(
+    return Asked(
+        chat=chat,
+        prompts=tuple(_with_grammar(prompt, text) for prompt in prompts),
+        output_len=output_len,
+        sampling=sampling.model_copy(update={"grammar": text}),
+        stop=_stop(given.get("stop")),
+        seed=str(_whole(given, "seed", None)) if "seed" in given else None,
         model=model,
         n=n,
         echo=_flag(given, "echo"),
-        logprobs=_logprobs(given, asked.chat),
+        logprobs=_logprobs(given, chat),
         stream=stream,
         usage=_flag(options, "include_usage", "stream_options.include_usage"),
         usages=_flag(options, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
         ignore_eos=_flag(given, "ignore_eos"),
+        tools=tools.names,
+        form=form,
     )
 
 
@@ -409,7 +399,7 @@ def _structured(asked: Any) -> list[dict[str, Any]]:
             return [structure.json_schema({"type": "object"})]
         if kind == "choice" and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
             return [structure.choice(value)]
-        return [structure.regex(value) if kind == "regex" else {"grammar": structure.ebnf}[kind](value)]
+        return [{"regex": structure.regex, "grammar": structure.ebnf}[kind](value)]
     except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
         why = "structured_outputs must be an object with one of json, json_object, regex, choice and grammar"
         raise Refused("invalid_value", why, "structured_outputs") from None

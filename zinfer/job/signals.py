@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from zinfer.system import ending
 
@@ -33,7 +33,7 @@ class Signals:
         self.pending: int | None = None
         self._waiting = False
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> Self:
         self._before: dict[int, Any] = {}
         with suppress(ValueError):  # not in the main thread, which alone can handle signals
             for number in self._numbers:
@@ -41,7 +41,7 @@ class Signals:
                     self._before[number] = signal.signal(number, self._arrived)
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         ending.handed_back()

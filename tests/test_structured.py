@@ -26,7 +26,7 @@ from zinfer.core.model import ModelError
 from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
 from zinfer.engine.stream.engine import Stream
-from zinfer.generation import grammar, tokenizer_process
+from zinfer.generation import detokenizer, grammar, tokenizer_process
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 from zinfer.generation.tokenizer import Tokenizer
@@ -347,21 +347,19 @@ def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
         (Form("tags"), "word ", "content"),
     ],
 )
-def test_a_long_answer_takes_as_long_for_each_part(form: Form, piece: str, part: str) -> None:
-    """Characters that are looked at do not grow with the square."""
+def test_a_long_answer_is_not_read_from_its_beginning(form: Form, piece: str, part: str, monkeypatch: Patch) -> None:
+    parser, looked, before_a_stop = Parser(form, ("now",), [5]), 0, detokenizer.before_a_stop
 
-    parser, looked = Parser(form, ("now",), [5]), 0
-    cut = parser._cut
-
-    def counting(marks: tuple[str, ...]) -> tuple[str, str]:
+    def counting(text: str, stops: tuple[str, ...]) -> str:
         nonlocal looked
-        looked += len(parser._rest)
-        return cut(marks)
+        looked += len(text)
+        return before_a_stop(text, stops)
 
-    parser._cut = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(structure, "before_a_stop", counting)
     for _ in range(3000):
         assert getattr(parser.add(piece, ended=False), part)
-    assert looked < 3000 * 8 * len(piece)
+        assert len(parser._rest) < len(piece)
+    assert looked < 3 * 3000 * len(piece)
 
 
 def test_forms_are_seen_in_templates() -> None:

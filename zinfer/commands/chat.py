@@ -137,7 +137,7 @@ def talk(
         left = output_len if positions is None else min(output_len, positions - len(ids))
         if left < 1:
             raise ModelError(f"the conversation has {len(ids)} tokens, and the model {positions} positions")
-        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True, special=form.special)
+        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True, special=form.calls == "harmony")
         answer = _Answer(Parser(form, (), ids), as_json)
         with Stop() as stop:
             answer.add(step(request))

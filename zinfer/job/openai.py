@@ -140,7 +140,7 @@ class Asked(NamedTuple):
         sampling = self.sampling.model_copy(update={"seed": seed or self.seed or "0"})
         return Request(
             prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
-            logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.special, **fields,
+            logprobs=self.logprobs, echo=self.echo, special=self.chat and self.form.calls == "harmony", **fields,
         )  # fmt: skip
 
     def parser(self, prompt_ids: Sequence[int]) -> Parser:
@@ -517,17 +517,11 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def completion_object(
-    identity: str, created: int, model: str, chat: bool, choices: list[dict[str, Any]], usage: dict[str, Any]
+    identity: str, created: int, model: str, chat: bool, choices: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """Return the body of an answer; `usage` is a `usage_object`."""
-    return {
-        "id": identity,
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": choices,
-        "usage": usage,
-    }
+    """Return the body of an answer; `more` may have its `usage` and another `object`."""
+    kind = "chat.completion" if chat else "text_completion"
+    return {"id": identity, "object": kind, "created": created, "model": model, "choices": choices, **more}
 
 
 def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str, Any]:

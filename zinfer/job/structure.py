@@ -32,11 +32,6 @@ class Form(NamedTuple):
     thoughts: bool = False
     think: int | None = None
 
-    @property
-    def special(self) -> bool:
-        """True if its marks are special tokens."""
-        return self.calls == "harmony"
-
 
 PLAIN = Form()
 
@@ -148,7 +143,7 @@ class Parsed(NamedTuple):
 
 
 Steps = Generator[None, None, None]  # they yield where they need more text
-Cut = Generator[None, None, tuple[str, str]]
+Taken = Generator[None, None, tuple[str, str]]
 
 
 class Parser:
@@ -180,7 +175,7 @@ class Parser:
                 yield
             if start.startswith(THINK) or thinks(self._form.think, self._prompt_ids):
                 self._rest, self._blank = start.removeprefix(THINK), "\n"
-                blank, mark = yield from self._copy("reasoning", _END, blank="\n")
+                blank, mark = yield from self._take("reasoning", _END, blank="\n")
                 self._say("reasoning", "" if mark else blank)
                 self._blank = "\n"
         if self._tools and self._form.calls == "tags":
@@ -188,14 +183,14 @@ class Parser:
         elif self._tools and self._form.calls == "json":
             yield from self._json()
         else:
-            yield from self._copy("content")
+            yield from self._take("content")
 
     def _tags(self) -> Steps:
-        blank, mark = yield from self._copy("content", _TAG, blank=None)
+        blank, mark = yield from self._take("content", _TAG, blank=None)
         while mark:
             text, call = "", None
             while mark and call is None:  # it may end in a string of the call
-                more, mark = yield from self._hold(_TAG_END)
+                more, mark = yield from self._take("", _TAG_END)
                 value, end = _value(text := text + more)
                 call = _call(value, "arguments", self._tools) if mark and not text[end:].strip() else None
                 text += mark
@@ -205,16 +200,16 @@ class Parser:
                 return
             self._add(call)
             self._blank = None
-            blank, mark = yield from self._copy("content", _TAG, blank=None)
+            blank, mark = yield from self._take("content", _TAG, blank=None)
         self._say("content", "" if self.calls else blank)
 
     def _json(self) -> Steps:
         while not self._ended and not self._rest.strip():
             yield
         if not self._rest.lstrip().startswith("{"):
-            yield from self._copy("content")
+            yield from self._take("content")
             return
-        text, _ = yield from self._hold()
+        text, _ = yield from self._take("")
         value, end = _value(text)
         call = _call(value, "parameters", self._tools) or _call(value, "arguments", self._tools)
         if call is None or text[end:].strip(" \n;"):
@@ -226,53 +221,43 @@ class Parser:
         """Take messages. Each has a head with a channel, perhaps a recipient, and a body."""
         mark = _NEXT
         while mark:
-            head, mark = yield from self._hold(_BODY, _NEXT)
+            head, mark = yield from self._take("", _BODY, _NEXT)
             channel, to = re.search(r"<\|channel\|>\s*(\w+)", head), re.search(r"to=functions\.([^\s<]+)", head)
             part = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
             if mark != _BODY:
                 self._say("content", "" if _HEAD in head else head)
             elif to is None:
                 self._say(part, "\n" * (part in self._said))
-                _, mark = yield from self._copy(part, _CLOSE, _NEXT)
+                _, mark = yield from self._take(part, _CLOSE, _NEXT)
             else:
-                body, mark = yield from self._hold(_CLOSE, _NEXT)
+                body, mark = yield from self._take("", _CLOSE, _NEXT)
                 call = _call({"name": to[1], "arguments": _value(body)[0]}, "arguments", self._tools)
                 if call is None:
                     self._say(part, body)
                 else:
                     self._add(call)
             if mark == _CLOSE:
-                _, mark = yield from self._hold(_NEXT)
+                _, mark = yield from self._take("", _NEXT)
 
-    def _copy(self, part: str, *marks: str, blank: str | None = "") -> Cut:
-        """Say text up to one of `marks`. Return `blank` characters at its end, and the mark."""
+    def _take(self, part: str, *marks: str, blank: str | None = "") -> Taken:
+        """Say text up to one of `marks` as `part`; "" holds it. Return what was not said, and the mark.
+
+        `blank` characters at the end are not said.
+        """
+        held = ""
         while True:
-            text, mark = self._cut(marks)
-            said, over = text.rstrip(blank), mark or self._ended
-            self._rest = self._rest if over else text[len(said) :] + self._rest
-            self._say(part, said)
+            text = self._rest
+            at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
+            over = mark or self._ended
+            at = at if over else len(before_a_stop(text, marks))
+            self._rest, held = text[at + len(mark) :], held + text[:at]
+            if part:
+                said = held.rstrip(blank)
+                held = held[len(said) :]
+                self._say(part, said)
             if over:
-                return text[len(said) :], mark
+                return held, mark
             yield
-
-    def _hold(self, *marks: str) -> Cut:
-        """Return text up to one of `marks`, and the mark. It is "" at the end."""
-        texts, mark = [], ""
-        while True:
-            text, mark = self._cut(marks)
-            texts.append(text)
-            if mark or self._ended:
-                return "".join(texts), mark
-            yield
-
-    def _cut(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Take text up to one of `marks`, and the mark; else what begins none."""
-        text = self._rest
-        at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
-        if not mark and not self._ended:
-            at = len(before_a_stop(text, marks))
-        self._rest = text[at + len(mark) :]
-        return text[:at], mark
 
     def _say(self, part: str, text: str) -> None:
         if text := text.lstrip(self._blank):

@@ -141,7 +141,7 @@ def answer(
     parsed = line.asked.parser(prompt_ids).add(text, ended=True)
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
     identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, parsed, finish_reason)]
-    body = completion_object(identity, created, model, chat, choices, usage_object(tokens))
+    body = completion_object(identity, created, model, chat, choices, usage=usage_object(tokens))
     return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 
 

@@ -113,7 +113,10 @@ class Exchange:
             )
             for index, answer in enumerate(self.answers)
         ]  # fmt: skip
-        return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.usage())
+        return self._object(choices, usage=self.usage())
+
+    def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, **more)
 
     def _echo(self, answer: Answer) -> str:
         if not self.asked.echo or answer.echoed is None:
@@ -159,11 +162,10 @@ class Exchange:
 
     def chunk(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
         """Return one event of a stream; `usage` asks for the numbers of tokens so far."""
-        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
-        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        more = {"object": "chat.completion.chunk"} if self.asked.chat else {}
         if usage or self.asked.usages:
-            return body | {"usage": self.usage()}
-        return body | ({"usage": None} if self.asked.usage else {})
+            return self._object(choices, **more, usage=self.usage())
+        return self._object(choices, **more, **({"usage": None} if self.asked.usage else {}))
 
 
 class Desk:

@@ -60,7 +60,8 @@ def test_a_chat_is_understood() -> None:
     request = only_request(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
     assert isinstance(request, BatchLine)
     assert (request.asked.chat, request.asked.output_len) == (True, 7)
-    assert request.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}]
+    talk = [{"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}]
+    assert request.prompt == {"messages": talk}
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ from tests.test_parity import load
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate, chat_template
 from zinfer.commands import chat as terminal
+from zinfer.commands.chat import Dialogue
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import Sampling, Update
 from zinfer.engine.base import Engine
-from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.structure import PLAIN, Parser
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command

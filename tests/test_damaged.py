@@ -52,7 +52,7 @@ def load_text(folder: Path) -> None:
     does."""
     spec, template = resolve(str(folder)), tokenizer_files.chat_template(folder)
     tokenizer, _ = tokenizer_server.load(what_to_load(spec, template))
-    prompts: list[Any] = ["Once", [{"role": "user", "content": "Once"}]]
+    prompts: list[Any] = ["Once", {"messages": [{"role": "user", "content": "Once"}]}]
     for prompt in prompts:
         with suppress(Exception):  # which its process answers with
             tokenizer.encode(prompt, special=True, max_tokens=None)

@@ -254,6 +254,7 @@ def test_a_prompt_is_answered(tmp_path: Path) -> None:
     words = ("--model", "m.gguf", "--offload", "cpu", "--output-len", "4", "--chat", "--prompt", "the other")
     done = zinfer(tmp_path, "run", *words, stdin="the other\n")
     assert done.returncode == 0, done.stderr
+    assert "MB, GGUF) with stream cpu" in done.stderr
 
 
 def test_a_copy_in_another_format_is_refused(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def text(served: bool = True, **fields: Any) -> Asked:
 
 def parsed(message: dict[str, Any]) -> Any:
     (talk,) = chat(messages=[message]).prompts
-    assert isinstance(talk, list)
-    return talk[0]
+    assert isinstance(talk, dict)
+    return talk["messages"][0]
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -122,6 +122,7 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         (["-c", "import zinfer; print(zinfer.__file__)"], str(tmp_path / "installed")),
         (["-m", "zinfer", "plan", "-m", "opt-30b", "--machine", "h100-80gb", "--calibrate"], "opt-30b"),
         (["-m", "zinfer", "plan", "bloom-176b-slice", "--machine", "h100-80gb"], "bloom-176b"),
+        (["-m", "zinfer", "sweep", "demo", "--dry-run"], "bloom-tiny deepspeed cpu 32/8 batch 32"),
         (["-m", "zinfer", "best", str(ROOT / "sweeps/results/demo.record")], "Best of bloom-tiny"),
     ):
         done = subprocess.run(

@@ -57,7 +57,7 @@ def test_settings_reach_the_template_and_unknown_ones_are_refused(checkpoint: Ch
     template = "{{ 'think: ' if effort == 'high' }}{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}"
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(template)) as process:
         (thinking, plain, expected), quick = (
-            process.encode([{"messages": TALK, "template": {"effort": "high"}}, TALK, TALK]),
+            process.encode([{"messages": TALK, "template": {"effort": "high"}}, *2 * [{"messages": TALK}]]),
             process.encode_quickly({"messages": TALK, "template": {"effort": "low"}}),
         )
         assert thinking == process.encode_alone("think: hi", special=False)
@@ -117,7 +117,7 @@ def test_ids_are_those_of_transformers(kind: str, checkpoint: Checkpoints, tmp_p
             encoded = process.encode(TEXTS, special)
             assert [[] if isinstance(ids, Refusal) else ids for ids in encoded] == expected
         text = hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-        assert process.encode([CHAT]) == [list(hf(text, add_special_tokens=False).input_ids)]
+        assert process.encode([{"messages": CHAT}]) == [list(hf(text, add_special_tokens=False).input_ids)]
         assert process.facts.bos == hf.bos_token_id
 
 
@@ -127,7 +127,7 @@ def test_a_conversation_is_rendered_by_transformers(template: str) -> None:
 
     hf = byte_tokenizer()
     hf.bos_token, hf.eos_token = "<s>", "</s>"
-    ours = tokenizer_server.Checkpoint(hf, template, 400, "m").render(CHAT)
+    ours = tokenizer_server.Checkpoint(hf, template, 400, "m").render({"messages": CHAT})
     assert ours == hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, chat_template=template)
 
 
@@ -156,10 +156,11 @@ def test_a_conversation_that_fails_harms_no_other(
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(HOSTILE[name])) as process:
         good, began = process.encode(["hi"])[0], time.monotonic()
         supervisor = process._process.pid
-        tries: list[list[Any]] = [[TALK, CHAT, "hi"], [CHAT], [CHAT, TALK]]
+        talk, chat = {"messages": TALK}, {"messages": CHAT}
+        tries: list[list[Any]] = [[talk, chat, "hi"], [chat], [chat, talk]]
         for prompts in tries:
             for prompt, encoded in zip(prompts, process.encode(prompts), strict=True):
-                if prompt == CHAT:
+                if prompt == chat:
                     assert isinstance(encoded, Refusal)
                     assert encoded.code == "invalid_prompt"
                     assert "\n" not in encoded.message
@@ -252,7 +253,7 @@ def test_of_a_prompt_that_is_far_too_long_the_beginning_is_read(checkpoint: Chec
 def test_a_conversation_without_a_template_is_refused(checkpoint: Checkpoints) -> None:
     with TokenizerProcess(spec_of(checkpoint("llama"))) as process:
         assert "has no chat template" in str(process.cannot_chat)
-        refused, plain, empty = process.encode([TALK, "hi", ""])
+        refused, plain, empty = process.encode([{"messages": TALK}, "hi", ""])
         assert refused == Refusal("invalid_prompt", str(process.cannot_chat))
         assert len(plain) == 2
         assert isinstance(empty, Refusal)

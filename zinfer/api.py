@@ -223,7 +223,7 @@ class LLM(Closing):
             body = wanted.body(chat) | {subject: prompt} | more
             asked = read_body(body, chat, ServerLimits(spec.vocab_size, MAX_COUNT), form)
             ids: Any = asked.prompts[0]
-            if chat or isinstance(ids, str | dict):
+            if not isinstance(ids, list):
                 ids = self._tokenizer.encode_alone(ids)
             if isinstance(ids, Refusal):
                 raise ModelError(f"prompt {owner}: {ids.message}")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, object_of, prompt_request, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, Dialogue, Stop, chat_options, object_of, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
 from zinfer.commands.options import option
@@ -22,7 +22,6 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError, check_positions
 from zinfer.core.request import Sampling
 from zinfer.core.units import counted, duration, figures
-from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer_process import Prompt, Refusal, TokenizerProcess
 from zinfer.job.batch.packing import best_plan

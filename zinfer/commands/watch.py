@@ -111,7 +111,8 @@ class Watch:
         self._has_link = plan.machine.gpu_count > 0
         if self._outlook is None:
             self._prefix = f"{plan.case.label()}: "
-        weights = f"{gb(plan.model.stored_bytes)}, {plan.case.load_format}"
+        kind = "GGUF" if str(plan.model.directory).endswith(".gguf") else plan.case.load_format
+        weights = f"{gb(plan.model.stored_bytes)}, {kind}"
         self.message(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
     def loaded(self, size: int, seconds: float) -> None:

@@ -43,9 +43,9 @@ _SET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "
 _MAIN = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
 _MAIN += f"from {tokenizer_server.__name__} import main; main()"
 
-# A text, the messages of a chat, or these with settings of the template and tools, and the grammar of the answer:
+# A text, or messages, perhaps with settings of the template, tools, and the grammar of the answer:
 # {"messages": .., "template": {..}, "tools": [..], "grammar": ".."}, {"prompt": TEXT OR IDS, "grammar": ".."}.
-Prompt = str | list[dict[str, Any]] | dict[str, Any]
+Prompt = str | dict[str, Any]
 
 
 class Refusal(NamedTuple):
@@ -260,22 +260,18 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
 
 def is_text(prompt: Prompt) -> bool:
     """Tell whether a prompt is no conversation."""
-    return isinstance(prompt, str) or (isinstance(prompt, dict) and "prompt" in prompt)
+    return isinstance(prompt, str) or "prompt" in prompt
 
 
 def is_quick(prompt: Prompt) -> bool:
     """Tell whether a prompt may be read in `QUICK_S`: a short one without a grammar."""
-    return characters(prompt) <= QUICK_CHARACTERS and not (isinstance(prompt, dict) and prompt.get("grammar"))
+    return characters(prompt) <= QUICK_CHARACTERS and not (isinstance(prompt, dict) and "grammar" in prompt)
 
 
 def characters(prompt: Prompt) -> int:
     """Count the characters of a prompt, roles and settings included."""
     if isinstance(prompt, str):
         return len(prompt)
-    if isinstance(prompt, dict):
-        return sum(
-            characters(value) if name == "messages" or isinstance(value, str) else len(json.dumps(value))
-            for name, value in prompt.items()
-        )
-    values = (value for message in prompt for value in message.values())
+    values = [value for name, value in prompt.items() if name != "messages"]
+    values += [value for message in prompt.get("messages", ()) for value in message.values()]
     return sum(len(value if isinstance(value, str) else json.dumps(value)) for value in values)

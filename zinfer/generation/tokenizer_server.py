@@ -56,7 +56,7 @@ class Checkpoint(NamedTuple):
             if prompt.get("grammar"):
                 self._vocabulary.check(prompt["grammar"])
             prompt = prompt.get("prompt", prompt)
-        if isinstance(prompt, list) and isinstance(prompt[0], int):
+        if isinstance(prompt, list):
             return [*prompt]
         chat = not isinstance(prompt, str)
         text = self.render(prompt) if chat else _unicode(prompt)
@@ -67,9 +67,8 @@ class Checkpoint(NamedTuple):
         ids = self._ids(text, special and not chat)
         return ids if len(ids) <= 2 * limit else len(ids)
 
-    def render(self, prompt: list[dict[str, Any]] | dict[str, Any]) -> str:
+    def render(self, given: dict[str, Any]) -> str:
         """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
-        given: dict[str, Any] = prompt if isinstance(prompt, dict) else {"messages": prompt}
         messages, settings, tools = given["messages"], given.get("template") or {}, given.get("tools")
         known = set(re.findall(r"\w+", self.template or "")) - {"messages"}
         if tools and "tools" not in known:

@@ -31,8 +31,7 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-# A text, token ids, or the messages of a chat; more of `zinfer.generation.tokenizer_process.Prompt` in an object.
-Prompt = str | list[int] | list[dict[str, Any]] | dict[str, Any]
+Prompt = str | list[int] | dict[str, Any]  # one of `zinfer.generation.tokenizer_process`, or token ids
 
 _NUMBERS: dict[str, tuple[float, float]] = {  # of the sampling, with the least and the most
     "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0.01, 100),
@@ -448,10 +447,7 @@ def _with_grammar(prompt: Prompt, text: str) -> Prompt:
     """Return a prompt with its answer's grammar, to be tried with it."""
     if not text:
         return prompt
-    if isinstance(prompt, dict):
-        return prompt | {"grammar": text}
-    chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    return {"messages" if chat else "prompt": prompt, "grammar": text}
+    return (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"grammar": text}
 
 
 def _chat(given: Mapping[str, Any], tools: Tools) -> Prompt:
@@ -464,7 +460,7 @@ def _chat(given: Mapping[str, Any], tools: Tools) -> Prompt:
             raise Refused("invalid_value", f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
         settings = {"reasoning_effort": effort} | settings
     more = ({"template": settings} if settings else {}) | ({"tools": list(tools.given)} if tools.given else {})
-    return {"messages": messages, **more} if more else messages
+    return {"messages": messages, **more}
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

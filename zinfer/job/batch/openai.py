@@ -43,7 +43,7 @@ class BatchLine(NamedTuple):
 
     @property
     def prompt(self) -> Any:
-        """Text, or a chat's messages, each a dict of role and content."""
+        """Text, or an object with a chat's messages."""
         return self.asked.prompts[0]
 
 

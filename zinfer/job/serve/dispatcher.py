@@ -178,9 +178,9 @@ class Dispatcher:
                 row.key, row.owner, row.came = self._next_key, owner, time.monotonic()
                 self._next_key += 1
                 self._unfinished[row.key] = row
-            self._inbox += [(row, row.prompt) for row in rows if _is_ids(row.prompt)]  # type: ignore[misc]
+            self._inbox += [(row, row.prompt) for row in rows if isinstance(row.prompt, list)]
             self._changed.notify()
-        texts = [row for row in rows if not _is_ids(row.prompt)]
+        texts = [row for row in rows if not isinstance(row.prompt, list)]
         prompts = [list(same) for _, same in groupby(texts, lambda row: id(row.prompt))]  # each is read once
         self._reader.add([(same[0].prompt, same) for same in prompts], rows[0].client)
 
@@ -404,7 +404,3 @@ class Dispatcher:
             self.cannot_reuse = started.cannot_reuse
             self.on_message(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
-
-
-def _is_ids(prompt: Prompt) -> bool:
-    return isinstance(prompt, list) and isinstance(prompt[0], int)

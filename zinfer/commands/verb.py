@@ -15,7 +15,7 @@ GROUPS = {
     "num_requests batch_size in_flight request_rate request_order levels sla repeats rounds minutes "
     "chat system ignore_eos",
     "Sampling": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-    "stop_token_ids min_tokens seed",
+    "stop_token_ids min_tokens seed structured_outputs",
     "Placement": "machine host_memory engine offload gpu_weights nvme_path weight_codec kv_offload "
     "kv_cache_dtype kv_cache_size draft acceptance experts gpus settings help_engine",
     "Server": "serve served_names host port api_key max_queue max_body drain_s",

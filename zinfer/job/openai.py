@@ -152,20 +152,19 @@ def read_body(
 ) -> Asked:
     """Return the request in a body, of a batch file unless `served`; `form` is the model's. Raises Refused."""
     subject = "messages" if chat else "prompt"
-    carried_out = (
-        {subject} | _USED | (_TEMPLATE if chat else frozenset()) | (_SERVED_OF[chat] if served else frozenset())
-    )
+    carried_out = {subject, *_USED, *(_TEMPLATE if chat else ()), *(_SERVED_OF[chat] if served else ())}
     given = _effective(body, carried_out, "the body", CHAT if chat else COMPLETIONS)
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     tools = _tools(given, body, form)
-    prompts = (_chat(given, tools),) if chat else _prompts(given[subject], served)
+    prompts: tuple[Prompt, ...] = (_chat(given, tools),) if chat else _prompts(given[subject], served)
     output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
     sampling = read_sampling(given, None if served is None else served.vocab_size)
     if output_len is not None and sampling.min_tokens > output_len:
         raise Refused("invalid_value", f"min_tokens {sampling.min_tokens} exceeds {length}", "min_tokens")
-    text = read_grammar(given, form if chat else structure.PLAIN, tools)
+    if text := read_grammar(given, form if chat else structure.PLAIN, tools):  # it is tried with its prompt
+        prompts = tuple((it if isinstance(it, dict) else {"prompt": it}) | {"grammar": text} for it in prompts)
     for name in ("min_tokens", "ignore_eos"):
         if text and given.get(name):
             raise Refused("invalid_value", f"{name} does not go with a grammar of the answer", name)
@@ -184,7 +183,7 @@ def read_body(
         raise Refused("invalid_value", "stream_options goes with stream only", "stream_options")
     return Asked(
         chat=chat,
-        prompts=tuple(_with_grammar(prompt, text) for prompt in prompts),
+        prompts=prompts,
         output_len=output_len,
         sampling=sampling.model_copy(update={"grammar": text}),
         stop=_stop(given.get("stop")),
@@ -309,25 +308,21 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
 
 def _prompts(prompt: Any, served: ServerLimits | None) -> tuple[Prompt, ...]:
     """Return the prompts of a server's request: a text, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return (_unicode(prompt, "prompt"),)
-    if served is None:
+    if served is None and not isinstance(prompt, str):
         raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(item, str) for item in prompt):
-            return tuple(_unicode(item, "prompt") for item in prompt)
-        if all(isinstance(item, list) for item in prompt):
-            return tuple(_ids(item, served) for item in prompt)
-        return (_ids(prompt, served),)
-    raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return tuple(
+        _unicode(item, "prompt") if isinstance(item, str) else _ids(item, served)
+        for item in (prompt if several else [prompt])
+    )
 
 
-def _ids(ids: list[Any], served: ServerLimits) -> list[int]:
-    if not ids or not all(type(token) is int for token in ids):
+def _ids(ids: Any, served: ServerLimits | None) -> list[int]:
+    if served is None or not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
-    if min(ids) < 0 or max(ids) >= served.vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise Refused("invalid_value", f"prompt has token {wrong}: ids are from 0 to {served.vocab_size - 1}", "prompt")
+    if wrong := [token for token in (min(ids), max(ids)) if not 0 <= token < served.vocab_size]:
+        why = f"prompt has token {wrong[0]}: ids are from 0 to {served.vocab_size - 1}"
+        raise Refused("invalid_value", why, "prompt")
     return ids
 
 
@@ -357,9 +352,8 @@ def read_grammar(given: Mapping[str, Any], form: Form = structure.PLAIN, tools: 
     answers = [*_response_format(given.get("response_format")), *_structured(given.get("structured_outputs"))]
     if not answers and not tools.required:
         return ""
-    param = (
-        "tool_choice" if not answers else "structured_outputs" if "structured_outputs" in given else "response_format"
-    )
+    named = "structured_outputs" if "structured_outputs" in given else "response_format"
+    param = named if answers else "tool_choice"
     if len(answers) + tools.required > 1:
         raise Refused("invalid_value", "only one of response_format, structured_outputs and a required tool", param)
     if not grammar.available():
@@ -422,9 +416,8 @@ def _tools(given: Mapping[str, Any], body: Mapping[str, Any], form: Form) -> Too
     if not tools or wanted == "none":
         return NO_TOOLS
     if form.calls == "none":
-        raise Refused(
-            "unsupported_parameter", "tools: the model's chat template has no form of calls that is known", "tools"
-        )
+        why = "tools: the model's chat template has no form of calls that is known"
+        raise Refused("unsupported_parameter", why, "tools")
     several = body.get("parallel_tool_calls") is not False and name is None
     functions = [{key: value for key, value in tool["function"].items() if value is not None} for tool in tools]
     for_template = tuple({"type": "function", "function": _FUNCTION | function} for function in functions)
@@ -441,13 +434,6 @@ def _is_tool(tool: Any) -> bool:
         return False
     name = function.get("name")
     return isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII) is not None
-
-
-def _with_grammar(prompt: Prompt, text: str) -> Prompt:
-    """Return a prompt with its answer's grammar, to be tried with it."""
-    if not text:
-        return prompt
-    return (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"grammar": text}
 
 
 def _chat(given: Mapping[str, Any], tools: Tools) -> Prompt:
@@ -467,9 +453,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_type", "messages must be a non-empty list", "messages")
     if len(messages) > MAX_MESSAGES:
-        raise Refused(
-            "invalid_value", f"messages: {len(messages):,} of them, and at most {MAX_MESSAGES:,} are taken", "messages"
-        )
+        why = f"messages: {len(messages):,} of them, and at most {MAX_MESSAGES:,} are taken"
+        raise Refused("invalid_value", why, "messages")
     return [_message(message) for message in messages]
 
 

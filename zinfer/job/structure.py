@@ -41,13 +41,10 @@ def form_of(facts: Facts) -> Form:
     text = facts.template or ""
     if _HEAD in text and "<|start|>" in text:
         return Form("harmony", True)
-    calls: Literal["none", "tags", "json"] = "none"
-    plain = text.replace("\\", "")
+    plain, thoughts = text.replace("\\", ""), _END in text
     if _TAG in text and '"arguments"' in plain and not re.search("<function[= ]|<arg_key>|<parameter[= ]", text):
-        calls = "tags"
-    elif '"parameters": dictionary of argument name' in plain:
-        calls = "json"
-    return Form(calls, _END in text, facts.think)
+        return Form("tags", thoughts, facts.think)
+    return Form("json" if '"parameters": dictionary of argument name' in plain else "none", thoughts, facts.think)
 
 
 # Grammars
@@ -156,18 +153,16 @@ class Parser:
         self.calls = 0
         self._form, self._tools, self._prompt_ids = form, tools, prompt_ids
         self._rest, self._ended = "", False  # text that is not taken yet
-        self._new: dict[str, str] = {}  # new text by part
-        self._new_calls: list[Call] = []
-        self._said: set[str] = set()  # parts that have text
+        self._new = Parsed()
         self._blank: str | None = ""  # what the next text does not begin with; None is any space
         self._steps = self._harmony() if form.calls == "harmony" else self._text()
 
     def add(self, text: str, ended: bool) -> Parsed:
         """Return the parts that `text` adds; if the answer has not `ended`, those that will not change."""
         self._rest += text
-        self._ended, self._new, self._new_calls = ended, {}, []
+        self._ended, self._new = ended, Parsed()
         next(self._steps, None)
-        return Parsed(self._new.get("reasoning", ""), self._new.get("content", ""), tuple(self._new_calls))
+        return self._new
 
     def _text(self) -> Steps:
         if self._form.thoughts:
@@ -186,8 +181,11 @@ class Parser:
             yield from self._take("content")
 
     def _tags(self) -> Steps:
-        blank, mark = yield from self._take("content", _TAG, blank=None)
-        while mark:
+        while True:
+            blank, mark = yield from self._take("content", _TAG, blank=None)
+            if not mark:
+                self._say("content", "" if self.calls else blank)
+                return
             text, call = "", None
             while mark and call is None:  # it may end in a string of the call
                 more, mark = yield from self._take("", _TAG_END)
@@ -200,8 +198,6 @@ class Parser:
                 return
             self._add(call)
             self._blank = None
-            blank, mark = yield from self._take("content", _TAG, blank=None)
-        self._say("content", "" if self.calls else blank)
 
     def _json(self) -> Steps:
         while not self._ended and not self._rest.strip():
@@ -219,7 +215,7 @@ class Parser:
 
     def _harmony(self) -> Steps:
         """Take messages. Each has a head with a channel, perhaps a recipient, and a body."""
-        mark = _NEXT
+        mark, said = _NEXT, set()
         while mark:
             head, mark = yield from self._take("", _BODY, _NEXT)
             channel, to = re.search(r"<\|channel\|>\s*(\w+)", head), re.search(r"to=functions\.([^\s<]+)", head)
@@ -227,7 +223,8 @@ class Parser:
             if mark != _BODY:
                 self._say("content", "" if _HEAD in head else head)
             elif to is None:
-                self._say(part, "\n" * (part in self._said))
+                self._say(part, "\n" * (part in said))
+                said.add(part)
                 _, mark = yield from self._take(part, _CLOSE, _NEXT)
             else:
                 body, mark = yield from self._take("", _CLOSE, _NEXT)
@@ -261,12 +258,11 @@ class Parser:
 
     def _say(self, part: str, text: str) -> None:
         if text := text.lstrip(self._blank):
-            self._new[part] = self._new.get(part, "") + text
-            self._said.add(part)
+            self._new = self._new._replace(**{part: getattr(self._new, part) + text})
             self._blank = ""
 
     def _add(self, call: Call) -> None:
-        self._new_calls.append(call)
+        self._new = self._new._replace(calls=(*self._new.calls, call))
         self.calls += 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -360,6 +361,31 @@ def test_a_long_answer_is_not_read_from_its_beginning(form: Form, piece: str, pa
         assert getattr(parser.add(piece, ended=False), part)
         assert len(parser._rest) < len(piece)
     assert looked < 3 * 3000 * len(piece)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Form("tags"), '<tool_call>{"name": "now", "arguments": {"a": "' + "</tool_call>" * 10_000),
+        (Form("harmony"), "<|start|>assistant" * 10_000),
+        (Form("harmony"), "<|channel|>final<|message|><|end|>" * 10_000),
+    ],
+)
+def test_a_hostile_answer_is_read_once(form: Form, text: str, monkeypatch: Patch) -> None:
+    """Whole, as it is read in the event loop."""
+    tried, value = 0, structure._value
+
+    def counting(text: str) -> Any:
+        nonlocal tried
+        tried += 1
+        return value(text)
+
+    monkeypatch.setattr(structure, "_value", counting)
+    began = time.process_time()
+    content = Parser(form, ("now",), [5]).add(text, ended=True).content
+    assert content == (text if form.calls == "tags" else "")
+    assert tried <= 1
+    assert time.process_time() - began < 2
 
 
 def test_forms_are_seen_in_templates() -> None:

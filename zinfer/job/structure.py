@@ -19,7 +19,7 @@ MAX_TOOLS = 128
 _SPACE = r"( |\n {0,32})?"  # between tokens of JSON; without a bound a model may go on for ever
 _JSON = {"whitespace_pattern": _SPACE}
 _END = "</think>"
-_TAG, _TAG_END = "<tool_call>", "</tool_call>"
+_TAG, _TAG_END, _CLOSED = "<tool_call>", "</tool_call>", re.compile(r"\s*</tool_call>")
 _HEAD, _BODY, _CLOSE, _NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"  # of a message of harmony
 _THOUGHT = "/(?s:.*)/"
 _DECODER = json.JSONDecoder()
@@ -186,26 +186,26 @@ class Parser:
             if not mark:
                 self._say("content", "" if self.calls else blank)
                 return
-            text, call = "", None
-            while mark and call is None:  # it may end in a string of the call
-                more, mark = yield from self._take("", _TAG_END)
-                value, end = _value(text := text + more)
-                call = _call(value, "arguments", self._tools) if mark and not text[end:].strip() else None
-                text += mark
-            if call is None:
-                text = blank + _TAG + text
-                self._say("content", text.rstrip() if self.calls else text)
-                return
-            self._add(call)
-            self._blank = None
+            seen, call = 0, None
+            while call is None:  # tried where a tag closes, which may be within a string of it
+                value, end = _value(self._rest) if _TAG_END in self._rest[seen:] else (None, 0)
+                close = _CLOSED.match(self._rest, end)
+                call = _call(value, "arguments", self._tools) if close else None
+                seen = max(0, len(self._rest) - len(_TAG_END) + 1)
+                if close and call:
+                    self._add(call)
+                    self._rest, self._blank = self._rest[close.end() :], None
+                elif self._ended:
+                    text = blank + _TAG + self._rest
+                    self._say("content", text.rstrip() if self.calls else text)
+                    return
+                else:
+                    yield
 
     def _json(self) -> Steps:
         while not self._ended and not self._rest.strip():
             yield
-        if not self._rest.lstrip().startswith("{"):
-            yield from self._take("content")
-            return
-        text, _ = yield from self._take("")
+        text, _ = yield from self._take("" if self._rest.lstrip().startswith("{") else "content")
         value, end = _value(text)
         call = _call(value, "parameters", self._tools) or _call(value, "arguments", self._tools)
         if call is None or text[end:].strip(" \n;"):
@@ -244,9 +244,9 @@ class Parser:
         held = ""
         while True:
             text = self._rest
-            at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
-            over = mark or self._ended
-            at = at if over else len(before_a_stop(text, marks))
+            found = re.search("|".join(map(re.escape, marks)), text) if marks else None
+            mark, over = found[0] if found else "", found or self._ended
+            at = found.start() if found else len(text if over else before_a_stop(text, marks))
             self._rest, held = text[at + len(mark) :], held + text[:at]
             if part:
                 said = held.rstrip(blank)

@@ -1,6 +1,5 @@
 """Decisions of the streamed engine, with fakes of its stores: rows, buffers, and what a failed load leaves."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from tests.test_parity import MACHINE, load
 from zinfer.core.case import Offload, Workload
 from zinfer.engine.base import Work
 from zinfer.engine.pinned import PinnedArena
-from zinfer.engine.stream import headroom
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.weights.ring import PrefetchRing
 
@@ -26,9 +23,8 @@ LOAD = Workload(batch_size=6, input_len=4, output_len=4)
 
 
 @pytest.fixture
-def engine(checkpoint: Checkpoints, monkeypatch: Patch) -> FakeStream:
-    """Provide an engine with room for two rows of `LOAD`. Its need is known after two passes."""
-    monkeypatch.setattr(headroom, "MIN_PASSES", 2)
+def engine(checkpoint: Checkpoints) -> FakeStream:
+    """Provide an engine with room for two rows of `LOAD`."""
     made = fake_stream(checkpoint("llama"))
     made.given = made.plan.placement.model_copy(update={"kv_host_share": 4 / 6, "kv_on_cpu": True})
     return made
@@ -55,32 +51,13 @@ def computed(engine: FakeStream, rows: int) -> Any:
     return batch
 
 
-def unused(patch: Patch, size: int) -> None:
-    patch.setattr(MemoryHeadroom, "unused_bytes", lambda _: size)
-
-
-def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
-    engine: FakeStream, monkeypatch: Patch
-) -> None:
-    row = engine.plan.model.kv_bytes(1, CAPACITY)
-    unused(monkeypatch, 2 * row + row // 2)
+def test_rows_beyond_the_room_of_a_load_are_host_rows(engine: FakeStream) -> None:
     engine.expect(LOAD)
     first, second = computed(engine, 1), computed(engine, 2)
-    assert (first.host_rows, second.host_rows) == (0, 1)  # as planned: nothing is known yet
-    third = admit(engine, 1)
-    assert third.host_rows == 0
-    waiting = admit(engine, 2)
-    assert waiting.host_rows == 1  # what the third row will take is promised
-    compute(engine, third, waiting)
-    assert engine.effective().settings["kv_host_rows"] == 2
-    for batch in (third, waiting):
-        engine.retire(batch)
-    unused(monkeypatch, 0)
-    assert computed(engine, 3).host_rows == 1  # what was given is kept
-    engine.expect(None)
-    engine.clear()
-    engine.expect(LOAD)
-    assert computed(engine, 3).host_rows == 1
+    assert (first.host_rows, second.host_rows) == (0, 1)
+    assert admit(engine, 1).host_rows == 1
+    engine.retire(first)
+    assert admit(engine, 2).host_rows == 1
 
 
 def test_without_a_load_as_many_rows_are_on_the_host_as_planned(engine: FakeStream) -> None:
@@ -101,69 +78,20 @@ def test_without_a_load_as_many_rows_are_on_the_host_as_planned(engine: FakeStre
     assert host.closed
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), OwnAttentionError("another way")])
-def test_no_room_is_given_after_memory_fell_short(engine: FakeStream, error: Exception, monkeypatch: Patch) -> None:
-    """A model that attends in its own way runs the pass again."""
-    unused(monkeypatch, 1 << 30)
+def test_a_model_that_attends_in_its_own_way_runs_the_pass_again(engine: FakeStream) -> None:
     engine.expect(LOAD)
     batch = computed(engine, 2)
-    compute(engine, batch)
-    compute(engine, batch)
-    assert computed(engine, 2).host_rows == 0
-    run, failures = engine.run, [error]
+    run, failures = engine.run, [OwnAttentionError("another way")]
 
-    def short(part: Any) -> Any:
+    def fails_once(part: Any) -> Any:
         if failures:
             raise failures.pop()
         return run(part)
 
-    engine.run = short
-    if isinstance(error, OwnAttentionError):
-        compute(engine, batch)
-        assert not engine.joins
-        return
-    with pytest.raises(torch.OutOfMemoryError):
-        compute(engine, batch)
-    for rows in (2, 1):  # though rows that got room still have it
-        assert admit(engine, rows).host_rows == rows
-        assert engine._headroom.positions == 0
-
-
-def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(engine: FakeStream, monkeypatch: Patch) -> None:
-    assert engine.given is not None
-    engine.given = engine.given.model_copy(update={"resident_layers": (1,), "ring_depth": 2, "layer_chunks": 9})
-    ring: Any = engine.ring
-    monkeypatch.setattr("zinfer.engine.stream.engine.prefetch_distance", lambda _streamed, _count: 12.0)
-    unused(monkeypatch, 3 * LAYER)
-
-    def steps(count: int) -> int:
-        batch = computed(engine, 3)
-        for _ in range(count):
-            compute(engine, batch)
-        engine.retire(batch)
-        return int(ring.depth)
-
-    assert steps(3) == 2  # of equal rows: their passes may need less than those of a later batch
-    assert ring.streamed == (0, 2)
-    engine.expect(LOAD)
-    assert steps(2) == 2 + 3
-    unused(monkeypatch, 1 << 30)
-    assert steps(1) == 2 + 3  # once, and a batch that begins does not take it back
-    engine._headroom.note_shortage()
-    assert steps(3) == 2
-    engine.expect(LOAD)
-    assert steps(2) == 12
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            PrefetchRing, "resize", lambda ring, depth, *_: _no_room() if depth > 2 else setattr(ring, "_depth", 2)
-        )
-        engine.expect(LOAD)
-        assert steps(2) == 2  # the device was short after all
-    assert not engine._headroom.measured
-
-
-def _no_room() -> None:
-    raise torch.OutOfMemoryError("no room")
+    engine.run = fails_once
+    compute(engine, batch)
+    assert batch.length == 5
+    assert not engine.joins
 
 
 def test_buffers_shrink_before_others_grow(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
@@ -241,25 +169,3 @@ def test_a_load_that_fails_leaves_no_memory_and_no_file(
 
 def _no_memory() -> None:
     raise MemoryError("host memory is too small")
-
-
-@pytest.mark.parametrize(
-    ("streamed", "count", "layers"),
-    [
-        (range(4), 4, 1.0),
-        ((), 4, 1.0),
-        ((0, 1, 2), 4, 1.5),  # one of four stays: its time and that of the one before
-        (range(1, 10), 10, 1.8),
-        ((0, 2), 4, 1.0),
-        ((0, 3), 5, 1.2),  # two stay behind one
-        ((1, 2, 3, 4), 8, 2.0),  # half of them in a row
-    ],
-)
-def test_the_ring_holds_what_comes_while_layers_that_stay_compute(
-    streamed: Sequence[int], count: int, layers: float
-) -> None:
-    assert prefetch_distance(streamed, count) == pytest.approx(layers)
-
-
-def test_without_a_gpu_no_memory_is_unused() -> None:
-    assert MemoryHeadroom(torch.device("cpu")).unused_bytes() == 0

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -24,7 +23,6 @@ from zinfer.engine.stream.experts.modules import experts_of
 from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.feed_forward import split_by_tokens
 from zinfer.engine.stream.graphs import Graphs
-from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.host import HostKV
 from zinfer.engine.stream.passes import SharedPasses, StreamBatch
@@ -89,7 +87,6 @@ class Stream(SharedPasses):
         self._few_experts = FewExperts(self.model, device, self.progress) if kernels else None
         self._check_options()
         streamed, shared = plan.placement.tier != "gpu", shares_keys(self.model.config)
-        self._headroom = MemoryHeadroom(device)
         self._kv = HostKV(plan.model, options, device, self.progress, streamed=streamed, shared=shared)
         self._opened.callback(self._kv.close)
         self._load_draft()
@@ -253,16 +250,7 @@ class Stream(SharedPasses):
         used: int = sum(batch.device_rows * batch.capacity for batch in self.batches)
         for batch, indices in moved:
             used -= int((indices < batch.device_rows).sum()) * batch.capacity
-        on_device: int = min(rows, max(0, room + self._headroom.positions - used) // capacity)
-        if on_device < rows and self._group is None:
-            each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
-            promised = sum(batch.device_rows * batch.capacity for batch in self.batches if not batch.length)
-            promised += on_device * capacity
-            more = self._headroom.rows(rows - on_device, round(each * capacity), round(each * promised))
-            on_device += more
-            if more:
-                self._headroom.positions = max(self._headroom.positions, used + on_device * capacity - room)
-        return rows - on_device
+        return rows - min(rows, max(0, room - used) // capacity)
 
     def _placement(self, load: Workload) -> Placement:
         return self.given or self.planner.placement(load)
@@ -289,7 +277,7 @@ class Stream(SharedPasses):
                 ring.resize(max(placement.ring_depth, ring.depth))
                 return
             self.finish_loading()
-        buffers = max(placement.ring_depth, self._headroom.ring_depth)
+        buffers = placement.ring_depth
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers() else 1
@@ -324,7 +312,6 @@ class Stream(SharedPasses):
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)
-        self._headroom.begin()
         if load is None or self._own_cache:
             return
         self._kv.begin()
@@ -353,33 +340,9 @@ class Stream(SharedPasses):
         return f"the layers of {name} keep {kept}: {says} them"
 
     def forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
-        while True:
-            try:
-                logits = self.attempt(works)
-            except torch.OutOfMemoryError:
-                self._headroom.note_shortage()
-                raise
-            if logits is not None:
-                self._headroom.note_pass()
-                self._deepen_ring()
-                return logits
-
-    def _deepen_ring(self) -> None:
-        """Add spare-memory ring buffers, where the CPU attends and some layers stay."""
-        ring, source, headroom = self._ring, self._source, self._headroom
-        attending = any(batch.on_cpu for batch in self.batches)
-        if ring is None or source is None or source.file_bytes or self._group is not None or self._pool is not None:
-            return
-        if not attending or self.expected is None or headroom.ring_depth or not headroom.measured:
-            return
-        layers = prefetch_distance(ring.streamed, len(ring.layers))
-        wanted = ceil(layers * max(len(packed.chunks) for packed in ring.layers))
-        before = ring.depth
-        try:
-            ring.resize(headroom.deepen(before, wanted, ring.buffer_bytes))  # the next pass begins anew
-        except torch.OutOfMemoryError:
-            headroom.note_shortage()
-            ring.resize(before)
+        while (logits := self.attempt(works)) is None:
+            pass
+        return logits
 
     def attempt(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor] | None:
         """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""

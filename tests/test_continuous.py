@@ -19,7 +19,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import WindowIndex
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.generation import schedule, sequence, tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -531,32 +530,6 @@ def test_an_engine_that_cannot_reuse_says_why(kind: kinds.Kinds, checkpoint: Che
             assert finish(running, [row]) == 5
             assert row.cached == 0
         running.end()
-
-
-def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
-    checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4096)
-    engine: Any = load("stream", checkpoint("llama"), "cpu")
-    ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
-    chunks = max(len(layer.chunks) for layer in ring.layers)
-
-    def depth_for_a_batch() -> int:
-        batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 1)
-        engine.retire(batch)
-        return int(ring.depth)
-
-    one_layer = depth_for_a_batch()
-    assert one_layer < 2 * chunks
-    engine.expect(LOAD)
-    assert ring.depth == 2 * chunks
-    engine.expect(None)
-    assert depth_for_a_batch() == one_layer
-    full = engine.planner.at(LOAD).gpu.total + engine.plan.model.layer_bytes
-    machine = engine.plan.machine.model_copy(update={"host_bytes": full})
-    engine.plan = engine.plan.model_copy(update={"machine": machine})
-    engine.expect(LOAD)
-    assert ring.depth < 2 * chunks
 
 
 def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(checkpoint: Checkpoints) -> None:

@@ -255,17 +255,6 @@ class Stream(SharedPasses):
     def _placement(self, load: Workload) -> Placement:
         return self.given or self.planner.placement(load)
 
-    def _holds_two_layers(self) -> bool:
-        """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
-        goes on meanwhile."""
-        load = self.expected
-        if load is None or self.given is not None or self._source is None or self._source.file_bytes:
-            return False
-        if self.planner.placement(load).host_rows(load.batch_size):  # what else crosses the link is guessed
-            return False
-        room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
-        return room > self.plan.model.layer_bytes
-
     def _share_out(self, placement: Placement, load: Workload | None = None) -> None:
         """Allocate the ring's buffers and put layers on the GPU, by `placement`. While layers load, those that will
         stay are streamed, too, if `load` has room beside that. Raises torch.OutOfMemoryError."""
@@ -280,7 +269,7 @@ class Stream(SharedPasses):
         buffers = placement.ring_depth
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
-            layers = 2 if self._pool is not None or self._holds_two_layers() else 1
+            layers = 1 if self._pool is None else 2
             staging = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
             buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, products, experts = self._pool, self._products, (placement.expert_buffers, placement.cached_experts)

@@ -1,14 +1,12 @@
-"""Pinned arena: exact size, on the GPU's NUMA node, refused before it is touched when memory is short, freed with its
+"""Pinned arena: exact size, refused before it is touched when memory is short, freed with its
 process."""
 
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import decoder_layers, empty_model
 from zinfer.engine import pinned
 from zinfer.engine.pinned import CHUNK, HUGE, LOCK_LIMIT, PAGE, PinnedArena, lay_out
-from zinfer.system.host import NumaNode
 from zinfer.worker.failure import status_of
 
 HOLD = """
@@ -70,35 +67,6 @@ def _mapping(proc: Path, address: int) -> list[str]:
         if low <= address < high:
             return lines[start:end]
     raise AssertionError("the arena is not mapped")
-
-
-def test_memory_is_touched_from_the_gpus_node(monkeypatch: Patch) -> None:
-    cpu = min(os.sched_getaffinity(0))
-    before, bound = os.sched_getaffinity(0), list[tuple[int, set[int]]]()
-
-    def bind(pid: int, cpus: Any, real: Any = os.sched_setaffinity) -> None:
-        real(pid, cpus)
-        bound.append((threading.get_ident(), os.sched_getaffinity(pid)))
-
-    monkeypatch.setattr(os, "sched_setaffinity", bind)
-    monkeypatch.setattr(pinned, "_node_of_gpu", lambda: NumaNode(1, frozenset({cpu})))
-    made = PinnedArena(CHUNK + PAGE, pin=False)
-    assert made.numa_node == 1
-    assert [cpus for _, cpus in bound] == [{cpu}]
-    assert threading.get_ident() not in dict(bound)
-    assert os.sched_getaffinity(0) == before
-    made.close()
-
-
-def test_the_gpus_address_is_the_kernels(monkeypatch: Patch) -> None:
-    gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
-    asked: list[str] = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(pinned, "numa_node", asked.append)
-    assert PinnedArena(PAGE, pin=False).numa_node is None
-    assert asked == ["0001:3b:00.0"]
 
 
 def test_without_room_nothing_is_touched(monkeypatch: Patch) -> None:

@@ -1,48 +1,17 @@
-"""Memory and NUMA nodes, read from fabricated kernel files."""
+"""Memory and caches, read from fabricated kernel files."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from zinfer.system import host
-from zinfer.system.host import NumaNode, available_bytes, numa_node
-
-GPU = "0000:3b:00.0"
+from zinfer.system.host import available_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
-
-
-def two_nodes(root: Path, node: str, cpus: str = "4-5,8") -> None:
-    nodes = {"node0/cpulist": "0-3,6-7", "node1/cpulist": cpus, "possible": "0-1"}
-    write(root / "devices/system/node", nodes)
-    write(root / "bus/pci/devices" / GPU, {"numa_node": node})
-
-
-def test_a_gpu_is_on_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    two_nodes(tmp_path, "1")
-    assert numa_node(GPU, tmp_path) == NumaNode(1, frozenset({4, 5}))
-
-
-@pytest.mark.parametrize(("node", "cpus"), [("-1", "4-5"), ("1", ""), ("1", "100-101"), ("7", "4-5"), ("x", "4-5")])
-def test_without_a_node_to_stay_on_there_is_none(
-    node: str, cpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    two_nodes(tmp_path, node, cpus)
-    assert numa_node(GPU, tmp_path) is None
-    assert numa_node("0000:ff:00.0", tmp_path) is None
-
-
-def test_one_node_is_none(tmp_path: Path) -> None:
-    write(tmp_path / "devices/system/node", {"node0/cpulist": "0-1023"})
-    write(tmp_path / "bus/pci/devices" / GPU, {"numa_node": "0"})
-    assert numa_node(GPU, tmp_path) is None
 
 
 def test_the_last_caches_of_all_processors_are_one_sum(tmp_path: Path) -> None:

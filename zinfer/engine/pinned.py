@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
-from zinfer.system.host import NumaNode, available_bytes, numa_node
+from zinfer.system.host import available_bytes
 
 ALIGNMENT = 256  # bytes; the alignment that cuBLAS wants for operands, and a multiple of every dtype's size
 PAGE = 4096
@@ -66,14 +66,13 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlac
 class PinnedArena:
     """Host memory of `size` bytes, all pages present, and page-locked if `pin`.
 
-    The memory lies on the GPU's NUMA node as far as that has room; with `spread`, for data that all CPUs read, on all
-    nodes. With `grow`, `size` is only a limit: `allocate` hands memory out and makes it present then or, where plenty
+    With `grow`, `size` is only a limit: `allocate` hands memory out and makes it present then or, where plenty
     is free, a little ahead; `seal` ends that and page-locks what was taken, as far as `lock_taken` has not begun to.
 
     Raises MemoryError before it touches more memory than is free, and where the driver refuses to lock that much. The
     memory goes with the process, however that ends, and is neither inherited by children nor part of a core dump. It is
-    private unless `shared` is given, an empty file of `os.memfd_create`: then it lies on all nodes, goes with the last
-    process that has it, and other processes map it with `attach`. An arena dropped without `close` unlocks it, too.
+    private unless `shared` is given, an empty file of `os.memfd_create`: then it goes with the last process that has
+    it, and other processes map it with `attach`. An arena dropped without `close` unlocks it, too.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class PinnedArena:
         pin: bool,
         progress: Progress = silent,
         grow: bool = False,
-        spread: bool = False,
         shared: int | None = None,
     ) -> None:
         self.size = size
         self.used = 0
-        self._node = None if spread or shared is not None else _node_of_gpu()
         self._shared = shared
         if shared is not None:
             os.ftruncate(shared, max(size, PAGE))
@@ -109,7 +106,7 @@ class PinnedArena:
     @classmethod
     def attach(cls, size: int, shared: int) -> Self:
         """Map every page of the first `size` bytes of a shared arena. Another process has sealed it."""
-        arena = cls(0, False, spread=True)
+        arena = cls(0, False)
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
         arena.size = arena.used = size
@@ -118,11 +115,6 @@ class PinnedArena:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # the driver would map a page after the other
             list(threads.map(lambda start: memory[start : start + CHUNK : PAGE].max(), range(0, size, CHUNK)))
         return arena
-
-    @property
-    def numa_node(self) -> int | None:
-        """NUMA node whose CPUs touch the memory; None for all nodes."""
-        return self._node.number if self._node is not None else None
 
     def allocate(self, size: int, progress: Progress = silent) -> Tensor:
         """Hand out the next `size` bytes, all pages present, as uint8 ``[size]``."""
@@ -164,9 +156,7 @@ class PinnedArena:
     def _touch(self, end: int) -> None:
         """Make every page up to `end` present, in parallel. Some hosts hand memory out slowly at its first use."""
         if self._threads is None:
-            # The system takes memory from the node of the CPU that touches it.
-            cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
-            self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
+            self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         memory, shared = self.memory, self._shared is not None
 
         def touch(start: int) -> None:
@@ -272,25 +262,12 @@ def _make_huge(memory: Tensor) -> None:
     library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), COLLAPSE)
 
 
-def _node_of_gpu() -> NumaNode | None:
-    if not torch.cuda.is_available():
-        return None
-    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return numa_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-
-
 def _clear_error() -> None:
     """Clear the CUDA runtime's last error, which the next launch would report. torch has no function for it."""
     with suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text().splitlines()
         for library in {line.split()[-1] for line in maps if "libcudart" in line}:
             ctypes.CDLL(library).cudaGetLastError()
-
-
-def _stay_on(cpus: frozenset[int]) -> None:
-    """Keep the calling thread, and no other, on `cpus`."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, cpus)
 
 
 def pinned_bytes() -> int:

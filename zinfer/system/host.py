@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zinfer.core.units import parse_bytes
 
@@ -222,30 +222,6 @@ def host_bytes() -> int:
     if limit is None or total < limit <= total / GROWN:
         return total
     return limit
-
-
-class NumaNode(NamedTuple):
-    """NUMA node with the CPUs of it that this process may use."""
-
-    number: int
-    cpus: frozenset[int]
-
-
-def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
-    """Return the NUMA node of a PCI device. None if there is one, if it is unknown, or has no CPU for us."""
-    nodes = root / "devices/system/node"
-    try:
-        number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
-        cpus = _cpus((nodes / f"node{number}/cpulist").read_text()) & os.sched_getaffinity(0)
-    except (OSError, ValueError):
-        return None
-    return NumaNode(number, cpus) if cpus and len(list(nodes.glob("node[0-9]*"))) > 1 else None
-
-
-def _cpus(text: str) -> frozenset[int]:
-    """Return the CPU numbers of a list as the kernel writes it: ``0-3,8``."""
-    ranges = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
-    return frozenset(cpu for ends in ranges for cpu in range(ends[0], ends[-1] + 1))
 
 
 def attending_cpus(cpus: int) -> int:

@@ -291,7 +291,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
             settings={
                 **self._settings,
                 "leaf_layers": self.options.tuned,
-                **({} if arena is None else {"numa_node": arena.numa_node}),
                 "attention": self.model.config._attn_implementation,
             },
         )

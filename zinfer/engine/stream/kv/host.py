@@ -104,11 +104,9 @@ class HostKV:
         return placement.kv_on_cpu or not self._streamed
 
     def _reserve(self, placement: Placement, load: Workload) -> HostPool:
-        on_cpu, pool = self._on_cpu(placement), self.pool
-        if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
-            self.close()  # memory made for the other device that attends is of no use
-            self.pool = pool = HostPool(self._pin, on_cpu, self._progress)
+        if self.pool is None:
+            self.pool = HostPool(self._pin, self._progress)
         model, rows = self._model, placement.host_rows(load.batch_size)
         size = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
-        pool.reserve(int(size * placement.kv_ratio) + 2 * ALIGNMENT * model.num_layers)
-        return pool
+        self.pool.reserve(int(size * placement.kv_ratio) + 2 * ALIGNMENT * model.num_layers)
+        return self.pool

@@ -64,11 +64,10 @@ class Block(NamedTuple):
 
 class HostPool:
     """Host memory for the KV caches of all micro-batches, page-locked if `pin`: blocks of a few arenas. Freed blocks
-    are kept for the next ones, since page-locking takes long. With `spread` it lies on all NUMA nodes, for data that
-    all CPUs read."""
+    are kept for the next ones, since page-locking takes long."""
 
-    def __init__(self, pin: bool, spread: bool = False, progress: Progress = silent) -> None:
-        self.spread, self._pin, self._progress = spread, pin, progress
+    def __init__(self, pin: bool, progress: Progress = silent) -> None:
+        self._pin, self._progress = pin, progress
         self._arenas: list[PinnedArena] = []
         self._free: list[Block] = []  # what no block has of them; no two of these touch
 
@@ -117,7 +116,7 @@ class HostPool:
     def _grow(self, size: int) -> None:
         """Add an arena; where memory falls short, arenas that nobody uses make room for it."""
         try:
-            arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
+            arena = PinnedArena(size, self._pin, self._progress)
         except MemoryError:
             idle = [block for block in self._free if block.size == block.arena.size]
             if not idle:
@@ -126,7 +125,7 @@ class HostPool:
                 self._free.remove(block)
                 self._arenas.remove(block.arena)
                 block.arena.close()
-            arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
+            arena = PinnedArena(size, self._pin, self._progress)
         self._arenas.append(arena)
         self._free.append(Block(arena, 0, size))
 

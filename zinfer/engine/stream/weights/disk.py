@@ -95,7 +95,6 @@ class DiskSource(WeightSource):
     @property
     def settings(self) -> dict[str, Any]:
         return {
-            "numa_node": None,
             "host_layers": len(self._kept),
             "disk_ring_bytes": self.ring_bytes,
             "disk_reads": "direct" if self._files.direct else "buffered: the file system refuses direct ones",

@@ -71,7 +71,7 @@ class WeightSource(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """Place of the layers, for the record."""
-        return {"numa_node": None}
+        return {}
 
     def close(self) -> None:
         """Give memory and files back; the ring must be closed before."""
@@ -96,10 +96,6 @@ class MemorySource(WeightSource):
 
     def get(self, chunk: Chunk) -> Tensor:
         return self.memory[chunk.start : chunk.end]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"numa_node": self._arena.numa_node}
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -80,19 +80,6 @@ class Layout:
         """Size of the values, in bytes."""
         return self.numel * self.bits // 8
 
-    @property
-    def sound(self) -> bool:
-        """True if the parts are in order and large enough."""
-        if len(self.sections) != LEVELS + 2 or self.bits not in _MANTISSA:
-            return False
-        *_, rest, tail, end = self.sections
-        starts = (self.records + _units((self.blocks + 1) * 8 * LEVELS), *self.sections)
-        return (
-            all(a <= b for a, b in pairwise(starts))
-            and rest < tail
-            and (end - tail) * 128 >= self.numel % BLOCK * self.bits
-        )
-
 
 @dataclass(frozen=True)
 class Encoded:

@@ -72,8 +72,6 @@ class DiskSource(WeightSource):
         }
         self._layer_of = {chunk.start: index for index, packed in enumerate(layers) for chunk in packed.chunks}
         self._read_times: deque[tuple[int, float, float]] = deque(maxlen=TIMED_READS)  # layer, begin, end; in s
-        if any(chunk.size <= 0 for packed in layers for chunk in packed.chunks):
-            raise CheckpointError(f"{files.path} lists an empty chunk: pack it again")
         self._checked, self._seen = set[int](), files.identity
         self._kept: dict[int, PinnedArena] = {}  # layer -> its bytes in host memory, from a page's beginning on
         self._views: dict[int, Tensor] = {}  # start of a chunk in host memory -> its bytes

@@ -14,10 +14,9 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,8 +28,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free
-from zinfer.engine.quantization.dequantize import table
+from zinfer.engine.pinned import PinnedArena, TensorPlace, check_free
 from zinfer.engine.read import DTYPES, ahead, as_bytes, fill, map_groups, reading
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.weights import codec, disk
@@ -43,8 +41,7 @@ from zinfer.system.documents import DocumentError, open_regular, read_object, va
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 5  # 4 had no quantised weights and is still read, 3 no checksums of the checkpoint, 2 no persistent buffers
-READ = (4, FORMAT)
+FORMAT = 5
 MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tensors has 10 MB
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
@@ -83,26 +80,6 @@ class _StoredRows(BaseModel):
         types = {name: str(fields[name])[6:] for name in ("scale_dtype", "inner", "dtype")}
         coded = layout.coded and [layout.coded.numel, *layout.coded.sections]
         return cls.model_validate(fields | types | {"coded": coded})
-
-    @property
-    def sound(self) -> bool:
-        """True if table, scales and coded data fit the rows."""
-        fits = (
-            len(table(self.table, torch.device("cpu"))) == 1 << self.bits
-            and self.columns * self.bits % 8 == 0
-            and (self.scale_dtype == "uint8") == bool(self.scale_table)
-            and self.divisor != 0
-            and all(
-                count in (1, -(-size // block))
-                for count, size, block in zip(self.grid, (self.rows, self.columns), self.block, strict=True)
-            )
-        )
-        if not fits or self.coded is None:
-            return fits
-        coded = Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None
-        codable = (self.table, self.zeros, self.divisor, self.factor) == ("e4m3", False, 1.0, 1.0)
-        whole = coded is not None and coded.sound and coded.numel == self.rows * self.columns < codec.MAX_NUMEL
-        return codable and whole and self.dtype != "float32"
 
     @property
     def layout(self) -> CodesLayout:
@@ -153,41 +130,6 @@ class _StoredLayer(BaseModel):
         )
         return PackedLayer(chunks, blocks, self.unpacked_bytes)
 
-    @property
-    def fault(self) -> str | None:
-        """Fault of the layer's places; None if they are sound."""
-        if any(dtype not in _TYPES for _, _, dtype in self.blocks.values()):
-            return "a type is unknown"
-        if len(self.crc32) != len(self.chunks):
-            return "checksums are missing"
-        if any(isinstance(rows, _StoredRows) and not rows.sound for *_, rows in self.chunks):
-            return "quantised rows do not fit their scales"
-        layer = self.layer(0)
-        if any(
-            chunk.layout is not None
-            and (
-                chunk.layout.size != chunk.size
-                or chunk.start % 16
-                or chunk.place % 16
-                or (isinstance(chunk.layout, Layout) and not chunk.layout.sound)
-            )
-            for chunk in layer.chunks
-        ):
-            return "a chunk is not as long as its layout says"
-        if not _in_order([(chunk.start, chunk.end) for chunk in layer.chunks], self.end - self.start):
-            return "chunks overlap"
-        size = self.unpacked_bytes
-        unpacked = sorted((chunk.place, chunk.place + chunk.unpacked_bytes) for chunk in layer.chunks)
-        blocks = sorted((block.offset, block.offset + block.size) for block in layer.blocks.values())
-        if not _in_order(unpacked, size) or not _in_order(blocks, size):
-            return "tensors overlap"
-        if blocks and -(-blocks[-1][1] // ALIGNMENT) * ALIGNMENT != size:
-            return "its size is not that of its tensors"
-        ends, begins = [0, *(end for _, end in unpacked)], [*(begin for begin, _ in unpacked), size]
-        gaps = [gap for gap in zip(ends, begins, strict=True) if gap[0] < gap[1]]
-        filled = [block for block in blocks if block[0] < block[1]]
-        return None if _in_order(sorted([*filled, *gaps]), size) else "a tensor has no data"
-
 
 def _stored(layout: Layout | CodesLayout | None) -> list[int] | _StoredRows | None:
     if isinstance(layout, CodesLayout):
@@ -199,12 +141,6 @@ def _layout(stored: list[int] | _StoredRows | None) -> Layout | CodesLayout | No
     if isinstance(stored, _StoredRows):
         return stored.layout
     return Layout(stored[0], tuple(stored[1:])) if stored else None
-
-
-def _in_order(ranges: Iterable[tuple[int, int]], size: int) -> bool:
-    """Tell whether ascending ranges are apart, and within `size` bytes."""
-    bounds = [0, *(bound for pair in ranges for bound in pair), size]
-    return all(before <= after for before, after in pairwise(bounds))
 
 
 class _Index(BaseModel):
@@ -442,18 +378,11 @@ def _read(folder: Path) -> _Index:
     path = folder / INDEX
     try:
         fields = read_object(path, MAX_INDEX)
-        if fields.get("format") not in READ:
+        if fields.get("format") != FORMAT:
             raise EngineError(f"{path} does not describe packed layers of format {FORMAT}: pack them again")
         content = validate(_Index, fields, path)
     except (DocumentError, OSError) as error:
         raise EngineError(f"{path} does not describe packed layers: pack them again ({error})") from None
-    fault = None
     if content.signed().digest != content.digest:
-        fault = "its own checksum differs"
-    elif [0, *(layer.end for layer in content.layers)] != [*(layer.start for layer in content.layers), content.bytes]:
-        fault = "a layer is listed twice, or is missing"
-    for number, layer in enumerate(content.layers):
-        fault = fault or (layer.fault and f"layer {number}: {layer.fault}")
-    if fault:
-        raise EngineError(f"{path} is damaged ({fault}): pack it again")
+        raise EngineError(f"{path} is damaged (its own checksum differs): pack it again")
     return content

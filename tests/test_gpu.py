@@ -304,14 +304,12 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
 
 
 @pytest.fixture
-def always(monkeypatch: Patch) -> None:
-    """Use CUDA graphs however fast they are, of lengths that grow."""
-    timed = graphs.CudaRecorder.timed
-    monkeypatch.setattr(graphs.CudaRecorder, "timed", lambda *args: (timed(*args)[0], 0.0))
+def small_buckets(monkeypatch: Patch) -> None:
+    """Have lengths of CUDA graphs grow in small steps."""
     monkeypatch.setattr(graphs, "TUNED", replace(graphs.TUNED, bucket=8))
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     """Norms, products, positions, routers, new keys, and attention with sinks."""
     engine: Any = load("stream", kind("gpt_oss"), "none", dtype="float32", cuda_graphs="auto")
@@ -323,7 +321,7 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     engine.close()
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpoints) -> None:
     engine = load("stream", checkpoint(architecture), "none", cuda_graphs="auto")
@@ -337,7 +335,7 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
     engine.close()
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
 @pytest.mark.parametrize(("offload", "share"), [("none", None), ("cpu", "100%"), ("cpu", "34%")])
 def test_cuda_graphs_give_the_same_logits(
@@ -368,7 +366,7 @@ def test_cuda_graphs_give_the_same_logits(
             assert graphs.alike(actual.bfloat16(), expected.bfloat16())
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 def test_cuda_graphs_of_micro_batches_that_come_and_go(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     test_continuous.small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
@@ -378,7 +376,7 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(checkpoint: Checkpoints, 
     engine.close()
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("keep_all", [True, False])
 def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Checkpoints) -> None:
     runs = []
@@ -532,7 +530,7 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     engine.close()
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(("share", "state"), [("100%", "on"), ("0%", BY_LAYER)])
 @pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe fp8", "qwen3_moe"])
 def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state: str, tmp_path: Path) -> None:
@@ -549,7 +547,7 @@ def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state
         assert all(map(torch.equal, run, runs[0]))
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe"])
 def test_experts_of_layers_that_stay_are_computed_beside_the_cpu(name: str, tmp_path: Path) -> None:
     """Its kernels read their codes, in prompts and in CUDA graphs; each kind of call is compared with transformers."""
@@ -594,7 +592,7 @@ def test_every_call_of_experts_on_the_cpu_gives_what_the_model_computes(
     test_cpu_experts.check_calls(name, tmp_path / "m", monkeypatch, lambda engine: greedy(engine, BATCHES[0]))
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("name", test_experts.MIXTURES)
 def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Kinds) -> None:
     """Kernels for them and CUDA graphs: steps of one and of three rows, which are believed only if nothing differs."""

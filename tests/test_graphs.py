@@ -30,13 +30,13 @@ kind = kinds.kind  # the fixture
 
 class Rerun:
     """Recorder without a device: it runs the function again. `fails` is raised while a pass is recorded, `off` is added
-    to the logits of replays, which take `seconds`."""
+    to the logits of replays."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
         self.kept = Counter[int]()  # replays by the number of tokens whose logits they give
         self.fails: Exception | None = None
-        self.off, self.seconds = 0.0, 0.0
+        self.off = 0.0
 
     def record(self, run: Run) -> Run:
         run()
@@ -53,10 +53,6 @@ class Rerun:
             return result + self.off
 
         return replay
-
-    def timed(self, run: Run) -> tuple[Tensor, float]:
-        before = self.replayed
-        return run(), self.seconds if self.replayed > before else 1.0
 
 
 def tune(patch: Patch, **values: Any) -> None:
@@ -94,7 +90,7 @@ def test_recorded_steps_give_the_tokens_of_transformers(
     assert status(engine) == "on"
     steps = 2 * (len(reference(checkpoint(architecture))[0][0]) - 1)
     assert recorder.recorded == 3 + 3, "one for each 4 positions"
-    assert recorder.replayed >= steps - 2, "all but the first step of each batch"
+    assert recorder.replayed == steps - 2 - 4, "all steps but those that wait, twice as many each time"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +220,7 @@ def test_sliding_windows_are_recorded(
         assert torch.equal(greedy(engine, kinds.LENGTHS), expected)
         engine.clear()
         assert status(engine) == "on"
-    assert recorder.replayed >= 2 * (OUTPUT_LEN - 1) - 2, "all but the first step of each batch"
+    assert recorder.replayed == 2 * (OUTPUT_LEN - 1) - 1 - 2, "all steps but those that wait"
     assert engine._ragged.able == by_name
 
 
@@ -319,7 +315,7 @@ def test_steps_of_several_tokens_are_given_up_apart(
     assert all(close(actual, other) for actual, other in zip(verified(engine), verified(without), strict=True))
     assert not engine._graphs.takes_several
     assert engine._graphs.wanted
-    assert recorder.kept[1] > 3, "single tokens are replayed"
+    assert recorder.kept[1] == 2, "single tokens are replayed, but those that wait"
     assert not any(shape[0] > 1 for graph_set in engine._graphs._graph_sets.values() for shape, _ in graph_set.graphs)
 
 
@@ -353,7 +349,6 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
     [
         ("fails", "a decode step cannot be recorded: no such thing"),
         ("off", "their results differ from those of a step without them"),
-        ("slow", "a step without them is faster"),
         ("memory", "no GPU memory for them"),
     ],
 )
@@ -363,11 +358,11 @@ def test_graphs_that_are_of_no_use_are_given_up(
     directory = checkpoint("bloom")
     engine = load("stream", directory, "none", tmp_path)
     recorder.fails = {"fails": RuntimeError("no such thing\nmore"), "memory": torch.OutOfMemoryError("x")}.get(way)
-    recorder.off, recorder.seconds = 1.0 if way == "off" else 0.0, 2.0 if way == "slow" else 0.0
+    recorder.off = 1.0 if way == "off" else 0.0
     for _ in range(3):
         check(engine, directory, "none")
     assert status(engine) == reason
-    assert recorder.recorded == {"fails": 0, "memory": 0, "off": 2, "slow": 2}[way]
+    assert recorder.recorded == {"fails": 0, "memory": 0, "off": 2}[way]
 
 
 @pytest.mark.parametrize("wrong", ["", "positions", "experts", "logits"])

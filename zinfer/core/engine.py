@@ -115,7 +115,7 @@ class StreamOptions(EngineOptions):
     )
     kv_cache_dtype: KVCacheDtype = _described("auto", "Type of the KV cache; auto: that of the weights.")
     cuda_graphs: Literal["auto", "off"] = _described(
-        "auto", "Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+        "auto", "Decode steps as CUDA graphs; auto: where they can be recorded."
     )
     draft: str = _described(
         "none",

@@ -11,8 +11,8 @@ it has; when they are full, those that are kept move to the front before the ste
 Models run unchanged. Models that take their attention function by name run as joined passes do (`attention`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
 n]`` does not say where on the device a step's tokens are. A graph is believed only if its logits are those of the same
-step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
-to layer, in random weights above all; so where logits differ, the keys and values of the first layers decide.
+step without it. Rounding may lead a token to other experts, and grows from layer to layer, in random weights above all;
+so where logits differ, the keys and values of the first layers decide.
 
 What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), products of few
 tokens (`linears`), rotary positions (`rotations`), routers (`routers`), new keys and values, and attention with sinks,
@@ -49,7 +49,6 @@ from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.split_attention import plain_attention, split_attention
 from zinfer.engine.triton_check import cannot_run
 
-SLOWER = "a step without them is faster"
 HIDDEN = "hidden_states"  # argument of a layer that is not positional
 
 
@@ -89,9 +88,6 @@ class Recorder(Protocol):
     def record(self, run: Run) -> Run:
         """Record `run`; return a function that replays it. The function works on the same memory, and returns the same
         tensor."""
-
-    def timed(self, run: Run) -> tuple[Tensor, float]:
-        """Return the result of `run`, and its seconds on the device."""
 
 
 class CudaRecorder:
@@ -172,15 +168,6 @@ class CudaRecorder:
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         self._open_pool()
-
-    def timed(self, run: Run) -> tuple[Tensor, float]:
-        torch.cuda.synchronize(self._device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = run()
-        end.record()
-        end.synchronize()
-        return result, float(start.elapsed_time(end)) / 1e3
 
 
 def recorder_of(device: torch.device) -> Recorder | str:
@@ -561,7 +548,7 @@ class Graphs:
         is recorded if need be."""
         assert self._recorder is not None
         with _observed(self._layers) as states:
-            logits, without_s = self._recorder.timed(eager)
+            logits = eager()
         views = list[Tensor]()
         for memory, part in zip(graph_set.memories, parts, strict=True):
             views += memory.written(part.batch, part.token_ids.shape[1])
@@ -579,14 +566,11 @@ class Graphs:
                     static()
                 pairs = zip(others, states, strict=True)
                 same = same and sum(not alike(output[1], observed[1]) for output, observed in pairs) <= self._may_differ
-            with_s = self._recorder.timed(graph.replay)[1]
-            if not same:
-                fault = DIFFERS
-            elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
-                fault = SLOWER
-            else:
+            if same:
                 graph.checked += 1
                 self._checks += 1
+            else:
+                fault = DIFFERS
         except OwnAttentionError:
             self._ragged.able = False  # its micro-batches run one by one from now on
         except Exception as error:
@@ -598,7 +582,7 @@ class Graphs:
         """Drop the graphs of a shape of steps. They are recorded once more, without own kernels, or given up. That is
         for these sizes of micro-batches, or `for_good` for all: for steps of several tokens if this is one."""
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
-        transient, off = fault in (NO_ROOM, SLOWER), f"off: {fault}"
+        transient, off = fault == NO_ROOM, f"off: {fault}"
         if self._custom and not transient:
             self._custom, self.kernels = False, off
             return

@@ -16,7 +16,7 @@ so where logits differ, the keys and values of the first layers decide.
 
 What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), products of few
 tokens (`linears`), rotary positions (`rotations`), routers (`routers`), new keys and values, and attention with sinks,
-or where few rows have many positions (`split_attention`). If it fails or differs with them, it is recorded without.
+or where few rows have many positions (`split_attention`).
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
@@ -378,8 +378,7 @@ class Graphs:
         self._graph_sets = dict[tuple[int, ...], GraphSet]()  # by the ids of their memories
         self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
-        self._custom = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
-        self.kernels = "none"  # what became of them
+        self.kernels = "none"  # whether own ones take the place of the model's
         self._replaced: list[Norms | Linears | Rotations | Routers] = []
         self._attend: Attend = plain_attention
         self._append: Append | None = None
@@ -579,19 +578,13 @@ class Graphs:
         return logits, fault
 
     def _drop_faulty(self, graph_set: GraphSet, shape: Shape, fault: str, for_good: bool) -> None:
-        """Drop the graphs of a shape of steps. They are recorded once more, without own kernels, or given up. That is
-        for these sizes of micro-batches, or `for_good` for all: for steps of several tokens if this is one."""
+        """Drop the graphs of a shape of steps. That is for these sizes of micro-batches, or `for_good` for all: for
+        steps of several tokens if this is one."""
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
-        transient, off = fault == NO_ROOM, f"off: {fault}"
-        if self._custom and not transient:
-            self._custom, self.kernels = False, off
-            return
-        if self.kernels == off:  # it was not them
-            self._custom, self.kernels = True, "on"
         self._useless.add((shape, graph_set.sizes))
         self.status = fault
         self._differences += fault == DIFFERS
-        if transient or not for_good or (fault == DIFFERS and self._differences < TUNED.tries):
+        if fault == NO_ROOM or not for_good or (fault == DIFFERS and self._differences < TUNED.tries):
             return
         if shape[0] > 1:
             self._single = True
@@ -610,13 +603,13 @@ class Graphs:
         self._replaced = [Norms(model, device), Linears(self._layers), Rotations(model, device), Routers(model, device)]
         if self._ragged.able:
             self._attend = split_attention
-        self._append, self._custom, self.kernels = append, True, "on"
+        self._append, self.kernels = append, "on"
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
         """Have constants made on the device, and kernels replace the model's own."""
         with ConstantsOnDevice(), ExitStack() as stack:
-            for kernels in self._replaced if self._custom else ():
+            for kernels in self._replaced:
                 stack.enter_context(kernels.fused())
             yield
 
@@ -634,9 +627,7 @@ class Graphs:
                 (window,) = memory.within
                 within = bias(memory.seen_within(window, count), dtype)
                 mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
-            caches = nullcontext(
-                Cache(layers=memory.layers(ends[0], count, dtype, self._append if self._custom else None))
-            )
+            caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype, self._append)))
         with caches as cache, self._surrounding(), self._kernels():
             inputs: dict[str, object] = {
                 "input_ids": graph.token_ids,
@@ -654,14 +645,12 @@ class Graphs:
     ) -> AbstractContextManager[Cache]:
         """Return joined attention of a recorded pass (`whole`), or layers of it."""
         dtype, device = self._model.dtype, memories[0].slot.device
-        append = self._append if self._custom else None
-        layers = [memory.layers(end, count, dtype, append) for memory, end in zip(memories, ends, strict=True)]
+        layers = [memory.layers(end, count, dtype, self._append) for memory, end in zip(memories, ends, strict=True)]
         biases = [
             self._ragged.bias(memory.seen(end, count), memory.mask[:, :end], end, dtype, device)
             for memory, end in zip(memories, ends, strict=True)
         ]
-        attend = self._attend if self._custom else plain_attention
-        return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
+        return self._ragged.cache(layers, [memory.rows for memory in memories], biases, self._attend, whole=whole)
 
 
 @contextmanager

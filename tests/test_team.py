@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from tests import Checkpoints, Patch, passes
-from tests.running import prefill
-from tests.test_continuous import alike, begin, crowded, finish, keeping, run, run_short, sequences, small
+from tests.test_continuous import alike, begin, crowded, keeping, run, run_short, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_drafts import drafting
-from tests.test_kept import go_on
 from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, greedy, load, prompts, reference
 from zinfer.analysis.timeline import by_rank
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
-from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.team import TeamBatch
 from zinfer.generation.sequence import Sequence
@@ -170,24 +167,7 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
     team.clear()
 
 
-def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None:
-    """Copy rows, and go on in engines of both sizes. One has one rank, the other two."""
-    token_ids, mask = prompts(BATCHES[0])
-    expected = go_on(single, token_ids, mask)
-    prefill(team, token_ids, mask)
-    batch = team.batches[-1]
-    rows = [[team.snapshot(batch, 0, 4, 0), team.snapshot(batch, 4, 9, 0)], [], [team.snapshot(batch, 0, 7, 2)]]
-    with pytest.raises(EngineError, match="positions 0 to 6 have not been computed"):
-        team.snapshot(batch, 0, 6, 1)
-    past = RowsPast(rows, (0, 4, 2), 4)
-    for engine in (team, single):
-        assert torch.equal(go_on(engine, token_ids, mask, past), expected)
-    with pytest.raises(EngineError, match="other rows"):
-        prefill(team, token_ids[:2], mask[:2], past=past)
-    team.clear()
-
-
-def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, single: Engine) -> None:
+def test_rows_of_different_lengths_move_together(team: Engine, single: Engine) -> None:
     """After a move each rank counts its own positions."""
     results = []
     for engine in (team, single):
@@ -198,24 +178,17 @@ def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, si
         tokens = torch.cat([second[[1, 0]], first]).argmax(-1)
         steps = [passes.decode(engine, batch, tokens)]
         engine.rollback(batch, torch.tensor([8, 7, 7]))
-        kept = engine.snapshot(batch, 0, 4)
         steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.clear()
-        results.append([*steps, *kept.states.values()])
+        results.append(steps)
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_kept_prefixes_are_reused(team: Engine, single: Engine, monkeypatch: Patch) -> None:
+def test_prefixes_are_not_kept(team: Engine, monkeypatch: Patch) -> None:
     small(monkeypatch)
     running = keeping(team, monkeypatch)
-    assert running.cannot_reuse is None
-    rows = sequences(6, 4, longest=20)
-    again = [Sequence([*row.prompt_ids, 7, 8, 9], 5, key=10 + row.key) for row in rows]
-    finish(running, rows)
-    longer = sum(len(row.prompt_ids) for row in again)
-    assert finish(running, again) < longer
-    check_alone(single, again, [5] * len(again))
+    assert running.cannot_reuse == "several GPUs keep no keys and values of earlier prompts"
     running.end()
 
 

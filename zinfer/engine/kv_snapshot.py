@@ -5,7 +5,7 @@ can continue from the snapshot of another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ HALVES = ("keys", "values")
 
 class KVSnapshot:
     """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``. They are in memory
-    of its own, until it is closed. A pickled one borrows the memory of what it was."""
+    of its own, until it is closed."""
 
     def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
         self.first, self.states = first, states
@@ -56,10 +56,6 @@ class KVSnapshot:
             raise
         return kept
 
-    def owned(self, pin: bool) -> Self:
-        """Copy a borrowed snapshot, to page-locked memory if `pin`. Raises MemoryError."""
-        return self._filled(self.first, self.states, pin)
-
     @property
     def pinned(self) -> bool:
         return self._arena is not None and self._arena.pinned
@@ -69,9 +65,6 @@ class KVSnapshot:
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__, length=length)
         return part
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_arena": None}
 
     def cut(self, start: int, end: int) -> Self:
         """Copy positions `start` to `end`, counted from the first. Raises MemoryError."""
@@ -97,22 +90,12 @@ class RowsPast:
     one sequence each, in order from its first token on; they hold at least what the row has behind its padding, `pads`
     positions."""
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[KVSnapshot]],
-        pads: Sequence[int],
-        length: int,
-        kinds: Mapping[str, tuple[int, int, torch.dtype]] | None = None,
-    ) -> None:
+    def __init__(self, rows: Sequence[Sequence[KVSnapshot]], pads: Sequence[int], length: int) -> None:
         self.length = length
         self.rows = [(list(_cut_to(parts, length - pad)), pad) for parts, pad in zip(rows, pads, strict=True)]
         # Heads, width and type of keys and values, as in any snapshot: all of some rows may be padding.
         states = next((part.states for parts, _ in self.rows for part in parts), {})
-        self.kinds = kinds or {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
-
-    def select(self, rows: Sequence[int]) -> "RowsPast":
-        chosen = [self.rows[row] for row in rows]
-        return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.kinds)
+        self.kinds = {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
 
     def check(self, layers: int, batch_size: int) -> None:
         """Raise EngineError unless it is of these rows and layers, without gaps."""

@@ -19,14 +19,14 @@ from torch import Tensor
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
+from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 from zinfer.system.host import peak_bytes, shared_bytes
 
 E = TypeVar("E", bound=Engine)
-REASONS = "move_rows", "pad", "chunk", "draft", "score", "snapshot"  # of what the ranks' engines cannot do
+REASONS = "move_rows", "pad", "chunk", "draft", "score"  # of what the ranks' engines cannot do
 
 
 class RankWork(NamedTuple):
@@ -67,16 +67,11 @@ class Member(Generic[E]):
     def skip(self) -> None:
         """Do nothing: the order is for others."""
 
-    def admit(self, key: int, mask: Tensor, capacity: int, past: RowsPast | None) -> int:
+    def admit(self, key: int, mask: Tensor, capacity: int) -> int:
         """Make a micro-batch; return the number of its host rows."""
-        batch: MicroBatch = self.engine.admit(mask, capacity, past)
+        batch: MicroBatch = self.engine.admit(mask, capacity)
         self._batches[key] = batch
-        if past is not None and self.engine.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copies have run
         return batch.host_rows
-
-    def snapshot(self, key: int, first: int, last: int, row: int) -> KVSnapshot:
-        return self.engine.snapshot(self._batches[key], first, last, row)
 
     def move_rows(self, key: int, sources: Sequence[tuple[int, Sequence[int]]], capacity: int) -> tuple[int, int]:
         """Move rows to a new micro-batch; return its length and host rows."""
@@ -153,8 +148,6 @@ def _serve(group: Follower, member: Member[Any]) -> None:
             del error  # its traceback holds what the failed pass held
             continue
         group.answer(answer)
-        if isinstance(answer, KVSnapshot):
-            answer.close()
 
 
 class TeamBatch(MicroBatch):
@@ -245,43 +238,28 @@ class Team(Engine[TeamBatch], Generic[E]):
 
     # Micro-batches
 
+    def cannot_snapshot(self) -> str | None:
+        return "several GPUs keep no keys and values of earlier prompts"
+
     def _room(self, _rows: int, _length: int, _capacity: int) -> AbstractContextManager[None]:
         """Make room in all ranks for a micro-batch that the block makes. That may fail in some of them."""
         return nullcontext()
 
     def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> TeamBatch:
-        if past is not None and (why_not := self.cannot_snapshot()) is not None:
-            raise EngineError(why_not)
+        if past is not None:
+            raise EngineError(self.cannot_snapshot())
         mask = attention_mask.cpu()
         rows, length = mask.shape
         batch = TeamBatch(next(self._keys), self._divide(rows, capacity), length, capacity)
         with self._room(rows, length, capacity):
             self.batches.append(batch)
             try:
-                if past is not None:
-                    past.check(self.plan.model.num_layers, rows)
-                orders = dict[int, tuple[Any, ...]]()
-                for rank in batch.lengths:
-                    mine = batch.rows_of(rank)
-                    orders[rank] = batch.key, mask[mine], capacity, past and past.select(mine)
+                orders = {rank: (batch.key, mask[batch.rows_of(rank)], capacity) for rank in batch.lengths}
                 batch.host_rows_of = self._some("admit", orders)
             except BaseException:
                 self.retire(batch)
                 raise
-        batch.length = 0 if past is None else past.length
-        batch.lengths = dict.fromkeys(batch.lengths, batch.length)
         return batch
-
-    @torch.inference_mode()
-    def snapshot(self, batch: TeamBatch, first: int, last: int, row: int = 0) -> KVSnapshot:
-        if (why_not := self.cannot_snapshot()) is not None:
-            raise EngineError(why_not)
-        if not self.is_live(batch) or not 0 <= first < last <= batch.length:
-            raise EngineError(f"positions {first} to {last} have not been computed")
-        rank = batch.ranks[row]
-        index = batch.rows_of(rank).index(row)
-        copied: KVSnapshot = self._some("snapshot", {rank: (batch.key, first, last, index)})[rank]
-        return copied if rank == 0 else copied.owned(self.device.type == "cuda")
 
     def _divide(self, rows: int, capacity: int) -> list[int]:
         """Choose a rank for each of `rows`. The emptiest ranks get most rows, the first ranks the first rows."""

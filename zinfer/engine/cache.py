@@ -21,7 +21,6 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
-from zinfer.engine.triton_check import cannot_run
 
 
 class CacheFullError(IndexError):
@@ -429,11 +428,7 @@ class QuantizedLayer(FixedLayer):
     def _dequantize(self, numbers: Tensor, scales: Tensor) -> Tensor:
         if numbers.dtype != torch.int8:
             return numbers.to(self.dtype).mul_(scales)
-        if cannot_run(numbers.device) is not None:
-            return dequantize_kv(numbers, scales, self.dtype)
-        from zinfer.engine.stream.attention_kernel import dequantize
-
-        return dequantize(numbers, scales, self.dtype)
+        return dequantize_kv(numbers, scales, self.dtype)
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernels of attention: few queries, which the whole GPU reads keys for, and dequantised KV caches.
+"""Triton kernels of attention for few queries: the whole GPU reads their keys.
 
 PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
 the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. This kernel
@@ -7,9 +7,6 @@ splits a head's positions among programs (as flash-decoding does, Dao et al. 202
 by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values. Query
 heads that share keys are rows of one product, so keys and values are read once for all of them. Where a program has all
 positions of a head, it is the only launch.
-
-PyTorch's product of tensors of three types converts an 8-bit KV cache value by value. `dequantize` reads each number
-once and writes it once in the model's type, with the same rounding, at the rate of the GPU's memory.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
@@ -26,7 +23,6 @@ from zinfer.engine.stream.weights.expand import rounded
 BLOCK = 64  # positions of a tile
 PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100
 MAX_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once
-DEQUANTIZED = 4096  # values that a program dequantises
 WARPS = 4
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
@@ -86,31 +82,6 @@ def attend(
             WIDTH=width,
             SPLITS=triton.next_power_of_2(splits),
             BLOCK=triton.next_power_of_2(width),
-            num_warps=WARPS,
-        )
-    return out
-
-
-def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 `numbers` times float32 `scales` in `dtype`, contiguous. They are ``[rows, heads, n, D]`` and
-    ``[rows, heads, n, 1]``. The D numbers of a head must lie side by side; rows, heads and positions may have others
-    between."""
-    rows, heads, positions, size = numbers.shape
-    out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
-    columns = triton.next_power_of_2(size)
-    tile = max(1, DEQUANTIZED // columns)
-    if out.numel():
-        _dequantize[(rows * heads, triton.cdiv(positions, tile))](
-            numbers,
-            scales,
-            out,
-            heads,
-            positions,
-            numbers.stride()[:3],
-            scales.stride()[:3],
-            SIZE=size,
-            COLUMNS=columns,
-            TILE=tile,
             num_warps=WARPS,
         )
     return out
@@ -228,31 +199,3 @@ def _combine(
     mixed = tl.sum(content * share[:, None], 0) / tl.sum(weight * share, 0)
     element = (pair * COUNT + asked) * WIDTH + column
     tl.store(out + element, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)
-
-
-@triton.jit(do_not_specialize=["positions"])
-def _dequantize(
-    numbers,
-    scales,
-    out,
-    heads,
-    positions,
-    numbers_strides,
-    scales_strides,
-    SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Dequantise `TILE` positions of one head of one row."""
-    pair = tl.program_id(0).to(tl.int64)
-    row, head = pair // heads, pair % heads
-    position = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.arange(0, COLUMNS)
-    valid = position < positions
-    inside = valid[:, None] & (column < SIZE)[None, :]
-    numbers += row * numbers_strides[0] + head * numbers_strides[1]
-    scales += row * scales_strides[0] + head * scales_strides[1]
-    number = tl.load(numbers + position[:, None] * numbers_strides[2] + column[None, :], mask=inside, other=0)
-    scale = tl.load(scales + position * scales_strides[2], mask=valid, other=0.0)
-    where = (pair * positions + position)[:, None] * SIZE + column[None, :]
-    tl.store(out + where, rounded(number.to(tl.float32) * scale[:, None], out.dtype.element_ty), mask=inside)

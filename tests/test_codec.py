@@ -275,9 +275,9 @@ DAMAGE = ("noise", "all to the end", "far off", "ends before starts")
 # Rows and columns, values that share a scale (None: all do), types of scales (e8m0: powers of two), between and after.
 MATRICES: dict[str, tuple[tuple[int, int], tuple[int, int] | None, torch.dtype, torch.dtype, torch.dtype]] = {
     "blocks": ((128, 256), (128, 128), torch.float32, torch.bfloat16, torch.bfloat16),
-    "odd sides": ((131, 129), (32, 30), torch.float32, torch.bfloat16, torch.bfloat16),
-    "one scale, fp16": ((64, 258), None, torch.float32, torch.float16, torch.float16),
-    "scales of rows": ((64, 272), (1, 272), torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "odd blocks": ((128, 128), (30, 48), torch.float32, torch.bfloat16, torch.bfloat16),
+    "one scale, fp16": ((64, 256), None, torch.float32, torch.float16, torch.float16),
+    "scales of rows": ((1024, 272), (1, 272), torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "powers of two": ((64, 256), (1, 32), torch.float8_e8m0fnu, torch.float32, torch.bfloat16),
 }
 
@@ -314,6 +314,26 @@ def test_coded_rows_are_unpacked_with_their_scales(name: str) -> None:
     formats.unpack(data, layout, out.view(-1))
     assert equal(out, expected)
     assert expected.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "width", "coded"),
+    [
+        (3072, 80, 80, [2048, 1024]),  # cut at whole blocks of the codec, which are 1,024 rows of it
+        (3000, 80, 80, [2048]),
+        (2048, 88, 88, []),  # 16 values of which reach into the next row
+        (2048, 80, 20, []),  # they have two scales
+    ],
+)
+def test_only_whole_blocks_of_values_with_one_scale_are_coded(
+    rows: int, columns: int, width: int, coded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    numbers, scales = fp8(rows * columns).view(torch.uint8).view(rows, columns), torch.ones(rows, columns // width)
+    codes = Codes(numbers, columns, 8, "e4m3", scales, (1, width), torch.bfloat16)
+    chunks = formats.encode_chunks(codes, torch.bfloat16, 2 * 2500 * columns)
+    assert [layout.rows for layout, _ in chunks if layout.coded is not None] == coded
+    assert sum(layout.rows for layout, _ in chunks) == rows
 
 
 EXPERTS = 3  # in the test of chosen ones; each has chunks of two and of one block
@@ -423,7 +443,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
 
     constants: dict[str, Any] = {"ROWS": 32 * kernel.WARPS}
     scaled = constants | {
-        "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "scale_table": None, "INNER": tl.bfloat16, "ALIGNED": True,
+        "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "scale_table": None, "INNER": tl.bfloat16,
     }  # fmt: skip
     types = {"data": "*u8", "out": "*bf16", "scales": "*fp32", "scale_table": "*fp32"}
     types |= {"table": "*i64", "chosen": "*i64"}
@@ -464,6 +484,6 @@ def main(folder: Path) -> None:
         codes = replace(codes, numbers=guarded(codes.numbers.numel()).copy_(codes.numbers))
         out = guarded(2 * layout.numel).view(layout.dtype).fill_(torch.nan).view(layout.rows, layout.columns)
         powers = table(layout.scale_table, torch.device("cpu")) if layout.scale_table else None
-        launch_coded(codes, layout.coded, out, powers, block=1024)
+        launch_coded(codes, layout.coded, out, powers)
         results[name] = out.clone()
     torch.save(results, folder / "results")

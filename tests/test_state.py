@@ -159,7 +159,7 @@ def test_layers_without_a_buffer_are_not_those_of_the_model(glm: Path, tmp_path:
     folder = tmp_path / "packed"
     packed.write(spec, revision_of(spec, "safetensors"), folder, CPU)
     index = json.loads((folder / packed.INDEX).read_text())
-    del index["images"][4]["blocks"]["mlp.gate.e_score_correction_bias"]
+    del index["layers"][4]["blocks"]["mlp.gate.e_score_correction_bias"]
     (folder / packed.INDEX).write_text(packed._Index.model_validate(index).signed().model_dump_json())
     with pytest.raises(EngineError, match=r"layer 4.* pack it again"):
         load("stream", glm, "cpu", weight_codec="lossless", packed=str(folder))

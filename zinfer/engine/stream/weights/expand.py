@@ -68,42 +68,28 @@ def launch(
     )
 
 
-def launch_coded(
-    codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = TILE
-) -> None:
+def launch_coded(codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None) -> None:
     """Decode e4m3 `codes`, coded as `layout` describes, into `out` ``[rows, columns]``. Their numbers are uint8
-    ``[layout.size]``; `out` is bf16 or fp16, from a multiple of 16 bytes on. This is one launch on the current stream,
-    and another one if there is a tail, with `block` values in a program. Checks nothing:
-    `zinfer.engine.stream.weights.formats.unpack` does."""
-    columns, rest = codes.columns, layout.numel % codec.BLOCK
+    ``[layout.size]``, whole blocks, of which each 16 values share a scale; `out` is bf16 or fp16, from a multiple of 16
+    bytes on. This is one launch on the current stream. Checks nothing:
+    `zinfer.engine.stream.weights.formats.encode_chunks` does."""
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
-    shape = columns, codes.scales.shape[1]
-    constants = {
-        "SCALE_ROWS": 0 if whole_rows else codes.block[0],
-        "SCALE_COLUMNS": 0 if whole_columns else codes.block[1],
-        "INNER": TYPES[codes.inner],
-    }
-    if layout.blocks:
-        _expand_blocks[(layout.blocks,)](
-            codes.numbers,
-            codes.scales,
-            scale_table,
-            out,
-            *shape,
-            layout.blocks,
-            *layout.sections[:-1],
-            **constants,
-            ALIGNED=columns % codec.ROW == 0 and (whole_columns or codes.block[1] % codec.ROW == 0),
-            ROWS=32 * decode.WARPS,
-            num_warps=decode.WARPS,
-            num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
-        )
-    if rest:
-        tail = codes.numbers[layout.sections[-2] * 16 :]
-        first = layout.numel - rest
-        _expand_tail[(triton.cdiv(rest, block),)](
-            tail, codes.scales, scale_table, out, *shape, first, rest, **constants, BLOCK=block
-        )
+    _expand_blocks[(layout.blocks,)](
+        codes.numbers,
+        codes.scales,
+        scale_table,
+        out,
+        codes.columns,
+        codes.scales.shape[1],
+        layout.blocks,
+        *layout.sections[:-1],
+        SCALE_ROWS=0 if whole_rows else codes.block[0],
+        SCALE_COLUMNS=0 if whole_columns else codes.block[1],
+        INNER=TYPES[codes.inner],
+        ROWS=32 * decode.WARPS,
+        num_warps=decode.WARPS,
+        num_stages=1,  # a load moved ahead of a barrier would read data that is not written yet
+    )
 
 
 @triton.jit(do_not_specialize=["divisor", "factor"])
@@ -204,10 +190,9 @@ def _expand_blocks(
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decode a block of e4m3 codes and multiply with scales. If `ALIGNED`, each 16 values share a scale."""
+    """Decode a block of e4m3 codes; multiply each 16 with their scale."""
     TYPE: tl.constexpr = out.dtype.element_ty
     block = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -229,52 +214,13 @@ def _expand_blocks(
         first, second, position = exponents(code, table, part, position, BLOCK // 2 - 2)
         first = (mantissa & 0x80008) << 12 | first << 10 | (mantissa & 0x70007) << 7
         second = (mantissa & 0x800080) << 8 | second << 10 | (mantissa & 0x700070) << 3
-        if ALIGNED:
-            scale_index = _scale_index(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)[:, None]
-            first = _pair(first, scale, scale, INNER, TYPE)
-            second = _pair(second, scale, scale, INNER, TYPE)
-        else:
-            begin = value + index[:, None] * 16 + column * 4
-            scale_index = _scale_index(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
-            scale_index = _scale_index(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
-            first = _pair(first, even, odd, INNER, TYPE)
-            scale_index = _scale_index(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
-            scale_index = _scale_index(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)
-            second = _pair(second, even, odd, INNER, TYPE)
+        scale_index = _scale_index(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+        scale = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0)[:, None]
+        first = _pair(first, scale, INNER, TYPE)
+        second = _pair(second, scale, INNER, TYPE)
         tl.debug_barrier()
         pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
         tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
-
-
-@triton.jit(do_not_specialize=["columns", "scale_columns", "first", "count"])
-def _expand_tail(
-    codes,
-    scales,
-    scale_table,
-    out,
-    columns,
-    scale_columns,
-    first,
-    count,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Expand the `count` values behind the last whole block, from `first` on."""
-    TYPE: tl.constexpr = out.dtype.element_ty
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    code = tl.load(codes + index, mask=inside, other=0).to(tl.uint32)
-    scale_index = _scale_index(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-    scale = 256.0 * _scale(scales, scale_table, scale_index, inside)
-    bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
-    tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -304,9 +250,9 @@ def _scale(scales, scale_table, scale_index, inside):
 
 
 @triton.jit
-def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
-    """Multiply two numbers, in half-words of `pair`, with their scales."""
-    return _bits(_number(pair & 0xFFFF) * first, INNER, TYPE) | _bits(_number(pair >> 16) * second, INNER, TYPE) << 16
+def _pair(pair, scale, INNER: tl.constexpr, TYPE: tl.constexpr):
+    """Multiply two numbers, in half-words of `pair`, with their scale."""
+    return _bits(_number(pair & 0xFFFF) * scale, INNER, TYPE) | _bits(_number(pair >> 16) * scale, INNER, TYPE) << 16
 
 
 @triton.jit

@@ -9,6 +9,7 @@ points, the order of the columns and factors of scales. FP8 codes (e4m3) are cod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -92,10 +93,11 @@ class CodesLayout:
 
 
 def worth_coding(codes: Codes, dtype: torch.dtype) -> bool:
-    """Tell whether `codes` are coded losslessly: many, e4m3, for 16-bit values."""
+    """Tell whether `codes` are coded losslessly: many, e4m3, for 16-bit values, each `codec.ROW` with one scale."""
     plain = codes.zeros is None and codes.order is None and codes.divisor == codes.factor == 1.0
     enough = max(codec.MIN_NUMEL, codec.BLOCK) <= codes.rows * codes.columns < codec.MAX_NUMEL
-    return (codes.table, codes.bits, dtype.itemsize) == ("e4m3", 8, 2) and plain and enough
+    rows = codes.columns % codec.ROW == 0 and (codes.scales.shape[1] == 1 or codes.block[1] % codec.ROW == 0)
+    return (codes.table, codes.bits, dtype.itemsize) == ("e4m3", 8, 2) and plain and enough and rows
 
 
 def join(matrices: Iterable[Codes], itemsize: int, max_bytes: int) -> Iterator[Codes]:
@@ -146,9 +148,10 @@ def encode_chunks(
     matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on.
     None is coded if `plain`."""
     step, chunks = max(1, max_bytes // (codes.columns * dtype.itemsize)), list[tuple[CodesLayout, Tensor]]()
-    if codes.scales.shape[0] > 1:  # whole blocks of scales
-        step = max(1, step // codes.block[0]) * codes.block[0]
     codable = not plain and worth_coding(codes, dtype)
+    unit = codes.block[0] if codes.scales.shape[0] > 1 else 1  # whole blocks of scales, and of the codec
+    unit = lcm(unit, codec.BLOCK // gcd(codec.BLOCK, codes.columns)) if codable else unit
+    step = max(1, step // unit) * unit
     for first in range(0, codes.rows, step):
         part = codes.part(first, min(step, codes.rows - first))
         numbers, scales, supers = part.numbers, part.scales, part.supers
@@ -159,7 +162,7 @@ def encode_chunks(
             zero_dtype=torch.int16 if part.zeros is None else part.zeros.dtype,
             supers=0 if supers is None else supers.shape[2],
         )  # fmt: skip
-        if codable and offset % UNIT == 0:
+        if codable and offset % UNIT == numbers.numel() % codec.BLOCK == 0:
             coded = codec.encode(numbers.view(torch.float8_e4m3fn))
             if coded is not None:
                 layout, numbers = replace(layout, coded=coded.layout), coded.data

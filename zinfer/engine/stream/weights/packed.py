@@ -41,7 +41,7 @@ from zinfer.system.documents import DocumentError, open_regular, read_object, va
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 5
+FORMAT = 6
 MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tensors has 10 MB
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
@@ -91,16 +91,14 @@ class _StoredRows(BaseModel):
 class _StoredLayer(BaseModel):
     """A packed layer in `packed.json`: bytes `start` to `end` of the data."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid")
 
     start: Count
     end: Count
-    unpacked_bytes: Count = Field(validation_alias="slot_bytes", serialization_alias="slot_bytes")
+    unpacked_bytes: Count
     blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the layer buffer, shape, type
-    chunks: Annotated[
-        list[tuple[Count, Count, Count, list[Count] | _StoredRows | None]],
-        Field(min_length=1, validation_alias="pieces", serialization_alias="pieces"),
-    ]  # start, end, place in the layer buffer, layout
+    # start, end, place in the layer buffer, layout
+    chunks: Annotated[list[tuple[Count, Count, Count, list[Count] | _StoredRows | None]], Field(min_length=1)]
     crc32: list[Count]
 
     @classmethod
@@ -146,7 +144,7 @@ def _layout(stored: list[int] | _StoredRows | None) -> Layout | CodesLayout | No
 class _Index(BaseModel):
     """Content of `packed.json`."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid")
 
     format: int
     revision: str
@@ -155,17 +153,17 @@ class _Index(BaseModel):
     files: dict[str, tuple[Count, Count, Count, Count]]  # name -> size, inode, times of change in ns
     tensors: dict[str, Count]  # name in the checkpoint -> CRC-32
     bytes: Count
-    layers: list[_StoredLayer] = Field(validation_alias="images", serialization_alias="images")
+    layers: list[_StoredLayer]
     digest: str = ""  # SHA-256 of all other fields
 
     def signed(self) -> "_Index":
         """Return the index with its digest."""
-        content = json.dumps(self.model_dump(mode="json", by_alias=True, exclude={"digest"}), sort_keys=True)
+        content = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
         return self.model_copy(update={"digest": hashlib.sha256(content.encode()).hexdigest()})
 
     def write(self, folder: Path) -> None:
         """Write `packed.json`, with a digest."""
-        atomic.write(folder / INDEX, self.signed().model_dump_json(by_alias=True))
+        atomic.write(folder / INDEX, self.signed().model_dump_json())
 
 
 class _Sums:

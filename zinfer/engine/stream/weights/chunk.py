@@ -165,16 +165,14 @@ def pack(
     """Append a layer's parameters to `memory`, encoded where that shrinks them. They may be on any device. `coded` are
     quantised parameters: a tensor of their shape and type (on the meta device, perhaps), and the matrices whose rows,
     one after the other, they consist of; of these only FP8 codes are encoded. Encoded tensors come first in the layer
-    buffer; the others lie together and cross the link together. Matrices too small to be encoded alone are encoded as
-    one. `gpus` copy the layer together. Of a layer that is `mostly` quantised the rest is not encoded: that would save
-    a per cent of its bytes, and cost each pass the decoding where it stays. If `plain`, nothing is."""
+    buffer; the others lie together and cross the link together. `gpus` copy the layer together. Of a layer that is
+    `mostly` quantised the rest is not encoded: that would save a per cent of its bytes, and cost each pass the decoding
+    where it stays. If `plain`, nothing is."""
     coded, mostly = coded or {}, mostly or plain
     large = {name: tensor for name, tensor in tensors.items() if not mostly and codec.worth_coding(tensor)}
-    others = {name: tensor for name, tensor in tensors.items() if name not in large}
-    joined = {} if mostly else codec.worth_joining(others)
-    small = {name: tensor for name, tensor in tensors.items() if name not in large and name not in joined}
+    small = {name: tensor for name, tensor in tensors.items() if name not in large}
     shapes = [(name, tensor) for name, (tensor, _) in coded.items()]
-    blocks, size = lay_out([*shapes, *large.items(), *joined.items(), *small.items()])
+    blocks, size = lay_out([*shapes, *large.items(), *small.items()])
     chunks: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         offset, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
@@ -183,10 +181,8 @@ def pack(
                 chunks.append(_store(memory, data, offset, layout))
                 offset += layout.nbytes
     max_bytes = _largest_chunk(size, gpus)
-    flat = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]
-    if joined:
-        flat.append(_join(joined, blocks))
-    for offset, values in flat:
+    for name, tensor in large.items():
+        offset, values = blocks[name].offset, tensor.detach().contiguous().view(-1)
         for part in values.split(_even_part(values, max_bytes)):
             encoded = codec.encode(part)
             data, encoding = (part.view(torch.uint8), None) if encoded is None else (encoded.data, encoded.layout)
@@ -199,16 +195,6 @@ def pack(
             blocks[name].view(content, -offset).copy_(tensor)
         chunks += _cut(start, offset, size - offset, max_bytes)
     return PackedLayer(tuple(chunks), blocks, size)
-
-
-def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> tuple[int, Tensor]:
-    """Return place and values of adjacent bf16 tensors, gaps as zeros."""
-    offset = min(blocks[name].offset for name in tensors)
-    end = max(blocks[name].offset + blocks[name].size for name in tensors)
-    memory = torch.zeros(end - offset, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-    for name, tensor in tensors.items():
-        blocks[name].view(memory, -offset).copy_(tensor)
-    return offset, memory.view(torch.bfloat16)
 
 
 def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | formats.CodesLayout | None) -> Chunk:

@@ -25,7 +25,7 @@ container of the data keeps checksums: damaged data decode to wrong weights or n
 or writes outside of `data` and `out`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -94,15 +94,6 @@ class Encoded:
 def worth_coding(tensor: Tensor) -> bool:
     """Tell whether coding saves more than its launch costs. Never for norms, biases and non-bf16 types."""
     return tensor.dtype == torch.bfloat16 and tensor.numel() >= max(MIN_NUMEL, BLOCK)
-
-
-def worth_joining(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the bf16 matrices that are worth coding as one, if any. Each has a block of values at least, and together
-    they have as many as `worth_coding` asks for."""
-    matrices = {
-        name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16 and tensor.numel() >= BLOCK
-    }
-    return matrices if sum(tensor.numel() for tensor in matrices.values()) >= MIN_NUMEL else {}
 
 
 def encode(tensor: Tensor) -> Encoded | None:

@@ -242,12 +242,10 @@ def why_whole(spec: ModelSpec) -> str:
         return "codes in FP8 are decoded to weights of 16 bits, not to float32"
     if spec.dtype != "bfloat16" and not spec.fp8_ratio:
         return f"weights in {spec.dtype} are not coded, only those in bfloat16"
-    largest = max(spec.layer_parameters)
-    if largest < codec.MIN_NUMEL:
-        return (
-            f"a layer has {largest:,} weights, and unpacking fewer than {codec.MIN_NUMEL:,} takes longer than it saves"
-        )
-    return "the exponents of these weights vary too much, or no matrix of a layer has a block of weights"
+    return (
+        f"matrices have fewer than {codec.MIN_NUMEL:,} weights, which to unpack takes longer than it saves, or their "
+        "exponents vary too much"
+    )
 
 
 def find(

@@ -5,8 +5,8 @@ Here attention sees a view of the filled part, and an out-of-memory error comes 
 can be narrowed to some of the rows, so that a batch goes through the model a few rows at a time.
 
 A layer that attends within a sliding window has memory for that window. A layer with a state of fixed size keeps
-`transformers`' own tensors. A model with any other kind of layer (blocks of compressed keys) gets the cache that
-`transformers` makes, which goes through the model whole.
+`transformers`' own tensors. A model with any other kind of layer (blocks of compressed keys, or keys of an indexer)
+gets the cache that `transformers` makes, which goes through the model whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -434,7 +434,6 @@ class QuantizedLayer(FixedLayer):
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = ("conv_states", "recurrent_states")  # attributes of transformers' layers with states of fixed size, by number
 _DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
-_INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the keys of an indexer
 
 
 class _StateRows:
@@ -528,56 +527,6 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     return narrowed
 
 
-class Indexed(FixedLayer):
-    """Keys and values of sparse attention, and its indexer's keys. These, ``[B, 1, capacity, D]``, are read whole at
-    every step. Rows are of one length, and do not move."""
-
-    recordable = False
-    _index = _positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
-    _start = 0  # position at which the pass began; `length` may have advanced
-
-    def window(self, rows: slice, length: int) -> None:
-        self._start = length
-        super().window(rows, length)
-
-    def joins(self, rows: slice) -> bool:
-        return False
-
-    def keep_rows(self, rows: Tensor) -> None:
-        self._index, self._positions = (
-            memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
-        )
-        super().keep_rows(rows)
-
-    def update_indexer(self, states: Tensor) -> Tensor:
-        """Store keys of the indexer ``[b, n, D]``. Returns all keys of these rows."""
-        end = self._start + states.shape[1]
-        if end > self.capacity:
-            raise _full(self.capacity, end)
-        if not self._index.numel():
-            self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
-        self._index[self.rows, 0, self._start : end] = states
-        return self._index[self.rows, 0, :end]
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """Position ids of earlier tokens, ``[axes, b, start]``, if kept."""
-        if not self._start or not self._positions.numel():
-            return None
-        return self._positions[self.rows, :, : self._start, 0].transpose(0, 1)
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: Tensor) -> None:
-        axes, _, end = positions.shape
-        if not self._positions.numel():
-            self._positions = positions.new_zeros((self.batch_size, axes, self.capacity, 1))
-        self._positions[self.rows, :, :end, 0] = positions.transpose(0, 1)
-
-
-class IndexedQuantizedLayer(Indexed, QuantizedLayer):
-    """Sparse attention with keys and values in 8 bits."""
-
-
 class RowCache(Cache):  # type: ignore[misc]
     """Cache that can be narrowed to some rows, layer by layer."""
 
@@ -645,11 +594,11 @@ def make_cache(
     sequences only, if given.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
-    fixed size nor the keys of an indexer: then it is `transformers`' own.
+    fixed size: then it is `transformers`' own.
     """
     default = DynamicCache(config=config)
     count = config.get_text_config(decoder=True).num_hidden_layers
-    if len(default.layers) != count or any(kind is not _INDEXED for kind in other_layers(default)):
+    if len(default.layers) != count or other_layers(default):
         return default
     rows = batch_size if device_rows is None else device_rows
     attentions = ((index, layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer))
@@ -657,17 +606,16 @@ def make_cache(
     rooms = [WindowIndex(capacity, windows[index]).room if index in windows else 0 for index in range(count)]
     chunks = ChunkAllocator(rooms)
 
-    def keys_and_values(index: int, indexed: bool) -> FixedLayer:
+    def keys_and_values(index: int) -> FixedLayer:
         allocate = partial(chunks.allocate, index)
         if storage in STORAGE:
-            kind = IndexedQuantizedLayer if indexed else QuantizedLayer
-            return kind(rows, capacity, STORAGE[storage], windows[index], allocate)
-        return (Indexed if indexed else FixedLayer)(rows, capacity, windows[index], allocate)
+            return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], allocate)
+        return FixedLayer(rows, capacity, windows[index], allocate)
 
     def make_layer(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):
             return layer
-        attention = keys_and_values(index, type(layer) is _INDEXED) if index in windows else None
+        attention = keys_and_values(index) if index in windows else None
         return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
 
     return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])

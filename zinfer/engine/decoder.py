@@ -23,7 +23,7 @@ from zinfer.checkpoint.architecture import CACHE_NAMES, COUNTS_PADDING, decoder_
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, Indexed, RowCache, RowMask, RowSource, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, RowMask, RowSource, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.engine.positions import asks_length, scale_by_positions
 from zinfer.engine.transfer import to_device, to_device_together
@@ -237,17 +237,12 @@ class Decoder(Engine[D]):
         return cache.layers if isinstance(cache, RowCache) else []
 
     @property
-    def _chooses(self) -> bool:
-        """True if layers choose positions, among equal scores by their place."""
-        return any(isinstance(layer, Indexed) for layer in self._kinds_of_layers)
-
-    @property
     def _windows(self) -> list[int]:
         attention = RowCache(layers=self._kinds_of_layers).attention
         return [layer.slots.window for layer in attention.values() if layer.slots.window]
 
     def cannot_pad(self) -> str | None:
-        if not self._knows_padding or self._chooses:
+        if not self._knows_padding:
             return f"{self.plan.model.name} knows no padding"
         if not self._kinds_of_layers:  # states and blocks of tokens that count padding, too
             return f"{self.plan.model.name} keeps its cache whole, and knows no padding"
@@ -257,7 +252,7 @@ class Decoder(Engine[D]):
         layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
-        if not self._knows_padding or self._chooses:
+        if not self._knows_padding:
             return f"{name} takes a prompt as a whole, and then one token at a time"
         if self._windows and not self._masks_window:
             return f"{name} takes a prompt as a whole: its masks know nothing of the window that its cache keeps"

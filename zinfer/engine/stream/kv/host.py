@@ -107,6 +107,7 @@ class HostKV:
         if self.pool is None:
             self.pool = HostPool(self._pin, self._progress)
         model, rows = self._model, placement.host_rows(load.batch_size)
-        size = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
-        self.pool.reserve(int(size * placement.kv_ratio) + 2 * ALIGNMENT * model.num_layers)
+        self.pool.reserve(
+            int(model.kv_bytes(rows, load.total_len) * placement.kv_ratio) + 2 * ALIGNMENT * model.num_layers
+        )
         return self.pool

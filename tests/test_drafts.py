@@ -33,7 +33,6 @@ DRAFTED = {name: (WAYS | MORE)[name] for name in ("none", "kv auto by the cpu", 
 EIGHT_BITS: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "int8 by the cpu": {"kv_cache_dtype": "int8", "kv_offload": "auto", "kv_attention": "cpu"},
-    "fp8": {"kv_cache_dtype": "fp8"},
 }
 
 

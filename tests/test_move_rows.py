@@ -18,7 +18,6 @@ from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 kind = kinds.kind  # the fixture
 EIGHT_BITS = {
     "int8": ("stream", "none", {"kv_cache_dtype": "int8"}),
-    "fp8": ("stream", "none", {"kv_cache_dtype": "fp8"}),
     "int8 by the cpu": ("stream", "cpu", {"kv_cache_dtype": "int8", "kv_offload": "cpu"}),
     "int8 auto": ("stream", "cpu", {"kv_cache_dtype": "int8", "kv_offload": "auto"}),
 }

@@ -75,8 +75,6 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("engine", "options", "offload", "words"),
     [
-        ("stream", {"kv_cache_dtype": "fp8", "kv_offload": "cpu"}, "cpu",
-         "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
         ("stream", {"kv_cache_dtype": "int8", "kv_offload": "cpu", "kv_attention": "gpu"}, "cpu",
          "kv_attention=gpu .*kv_cache_dtype=int8 .* choose from auto, cpu"),
         ("stream", {"kv_attention": "gpu"}, "none", "kv_attention=gpu .* needs offload cpu; choose from auto, cpu"),
@@ -142,7 +140,15 @@ def test_help_of_an_unknown_engine_names_a_near_one() -> None:
 def test_what_options_share_with_a_plan_takes_the_same_values() -> None:
     for kind in ENGINES.values():
         for name in kind.options.model_fields.keys() & PlanOptions.model_fields.keys():
-            assert values(kind.options.model_fields[name]) == values(PlanOptions.model_fields[name])
+            of_old_records = ["fp8"] if name == "kv_cache_dtype" else []
+            assert values(kind.options.model_fields[name]) + of_old_records == values(PlanOptions.model_fields[name])
+
+
+def test_a_record_of_a_removed_type_of_cache_is_read_and_not_run() -> None:
+    asked = (("kv_cache_dtype", "fp8"),)
+    assert plan_options("stream", asked).kv_quantized
+    with pytest.raises(OptionError, match="choose from auto, bf16, int8"):
+        resolve_options("stream", dict(asked))
 
 
 def test_no_planner_knows_an_engine_and_no_engine_plans() -> None:

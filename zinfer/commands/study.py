@@ -109,11 +109,11 @@ def accuracy(debug: bool, /, output: Path | None, **how: Any) -> None:
     bytes, or x 4 in fp32. Random weights say little: their record is written only with --output.
 
     \b
-    zinfer study accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
+    zinfer study accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8
     zinfer study accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
     """
     if not how["settings"] and not how["copies"]:
-        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
+        raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8 or --weights int4")
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
     source = options.weights_of(how)

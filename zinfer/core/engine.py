@@ -25,14 +25,13 @@ Options = tuple[tuple[str, Option], ...]  # name and value, sorted by name
 Codec = Literal["auto", "none", "lossless"]
 KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
-KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
+KVCacheDtype = Literal["auto", "bf16", "int8"]
 Experts = Literal["auto", "all", "on-demand", "cpu"]
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
 PREFILL_TOKENS = 8192
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
-EIGHT_BITS = ("int8", "fp8")
 MAX_DRAFTS = 16  # drafts of a row in one pass
 
 
@@ -164,8 +163,6 @@ class StreamOptions(EngineOptions):
              "offload none: experts cross the link only with offload cpu; choose from auto, all"),
             (on_demand and self.packed != "auto", experts,
              f"packed={self.packed}: packed layers hold their experts in one piece; choose from auto, all"),
-            (in_host and self.kv_cache_dtype == "fp8", "kv_cache_dtype=fp8",
-             f"kv_offload={self.kv_offload}: 8 bits in host memory are int8; choose from auto, bf16, int8"),
             (in_host and self.kv_cache_dtype == "int8" and self.kv_attention == "gpu", "kv_attention=gpu",
              f"kv_cache_dtype=int8 and kv_offload={self.kv_offload}: the CPU attends to 8 bits in host memory; choose "
              "from auto, cpu"),
@@ -227,13 +224,13 @@ class PlanOptions(Frozen):
     pin_memory: StrictBool = True
     kv_offload: KVOffload = "none"
     kv_attention: KVAttention = "gpu"
-    kv_cache_dtype: KVCacheDtype = "auto"
+    kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8"] = "auto"  # the last in old records alone
     experts: Experts = "all"
     host_weights: Share = Field("auto", title="SIZE")
 
     @property
     def kv_quantized(self) -> bool:
-        return self.kv_cache_dtype in EIGHT_BITS
+        return self.kv_cache_dtype in ("int8", "fp8")
 
     @property
     def kv_place(self) -> KVOffload:

@@ -30,6 +30,7 @@ class CacheFullError(IndexError):
 CHUNK_BYTES = 256 << 20  # allocated for several layers at a time
 SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
 MIN_SPARE = 24  # tokens; a pass that verifies drafts may have 17
+TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum in 8 bits whose scale is still a normal number
 VIEWS = torch.complex128, torch.int64, torch.int32  # widest first: a copy takes time by the number, not by the bits
 
 
@@ -362,27 +363,13 @@ def dequantize_kv(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits, with a scale for each head.
 
-    `storage` is int8 or float8_e4m3fn. The prompt's attention sees exact keys and values. A later pass sees the stored
+    The prompt's attention sees exact keys and values. A later pass sees the stored
     ones, converted to the model's type in memory of their own, so attention should have few rows at a time. This saves
     memory, not time: attention over a cache in 16 bits reads 2 bytes a value; here a step reads 1, writes 2 and reads
     these 2.
     """
 
     recordable = False
-
-    def __init__(
-        self,
-        batch_size: int,
-        capacity: int,
-        storage: torch.dtype,
-        window: int | None = None,
-        allocate: Allocator = allocate_each,
-    ) -> None:
-        super().__init__(batch_size, capacity, window, allocate)
-        self._storage = storage
-        self._largest = 127.0 if storage == torch.int8 else torch.finfo(storage).max
-        # Smallest maximum of a row whose scale is a normal number; a row of zeros must not divide by zero.
-        self._min_maximum = self._largest * torch.finfo(torch.float32).tiny
 
     @property
     def dequantized_bytes(self) -> int:
@@ -412,26 +399,18 @@ class QuantizedLayer(FixedLayer):
         stored = [self._store(allocation, *half) for half in halves]
         if exact:
             return key_states, value_states
-        keys, values = (self._dequantize(*half) for half in stored)
+        keys, values = (dequantize_kv(*half, self.dtype) for half in stored)
         return keys, values
 
     def _store(
         self, allocation: SlotAllocation, numbers: Tensor, scales: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Quantise and store new states; return numbers and scales that they see."""
-        scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._min_maximum) / self._largest
-        new = states / scale
-        new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
-        bits = allocation.store(numbers[self.rows], new.view(torch.int8)).view(self._storage)
-        return bits, allocation.store(scales[self.rows], scale)
-
-    def _dequantize(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        if numbers.dtype != torch.int8:
-            return numbers.to(self.dtype).mul_(scales)
-        return dequantize_kv(numbers, scales, self.dtype)
+        scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
+        new = (states / scale).round_().to(torch.int8)
+        return allocation.store(numbers[self.rows], new), allocation.store(scales[self.rows], scale)
 
 
-STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = ("conv_states", "recurrent_states")  # attributes of transformers' layers with states of fixed size, by number
 _DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
 
@@ -590,7 +569,7 @@ def make_cache(
 ) -> Cache:
     """Make a cache for `batch_size` sequences of up to `capacity` tokens.
 
-    `storage` is a key of `STORAGE`, otherwise the model's type. Keys and values are those of the first `device_rows`
+    `storage` is int8, or else means the model's type. Keys and values are those of the first `device_rows`
     sequences only, if given.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
@@ -608,9 +587,8 @@ def make_cache(
 
     def keys_and_values(index: int) -> FixedLayer:
         allocate = partial(chunks.allocate, index)
-        if storage in STORAGE:
-            return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], allocate)
-        return FixedLayer(rows, capacity, windows[index], allocate)
+        kind = QuantizedLayer if storage == "int8" else FixedLayer
+        return kind(rows, capacity, windows[index], allocate)
 
     def make_layer(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):

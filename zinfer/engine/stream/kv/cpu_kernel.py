@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from zinfer.engine.cache import TINIEST
 from zinfer.system import scratch
 
 SOURCE = Path(__file__).with_name("attend.c")
@@ -31,7 +32,6 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
-TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
 MAX_ROWS, MAX_WIDTH, MAX_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
 HEADS_PER_THREAD = 8  # heads of rows for each thread that are shared out evenly enough; fewer are taken in parts
 TOKENS_PER_PART = 512  # tokens of a part at least

@@ -9,7 +9,7 @@ from zinfer.core.case import Option, Workload
 from zinfer.core.engine import StreamOptions
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
-from zinfer.engine.cache import STORAGE, RowCache
+from zinfer.engine.cache import RowCache
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.kv.cpu import CpuStore
 from zinfer.engine.stream.kv.cpu_kernel import library
@@ -36,7 +36,7 @@ class HostKV:
         shared: bool,
     ) -> None:
         self._model, self._pin, self._progress = model, device.type == "cuda", progress
-        self._in_8_bits, self._streamed, self._shared = options.kv_cache_dtype in STORAGE, streamed, shared
+        self._in_8_bits, self._streamed, self._shared = options.kv_cache_dtype == "int8", streamed, shared
         self._copier, self._threads = HostCopier(device), torch.get_num_threads()
         self._lent = False  # the CPU has fewer threads while it attends
         self.pool: HostPool | None = None

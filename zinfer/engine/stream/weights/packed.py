@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field
 
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.core.model import ModelSpec
@@ -46,46 +46,7 @@ MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tenso
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
-Size = Annotated[int, Field(ge=1, le=1 << 40, strict=True)]
 _TYPES = {str(dtype)[6:]: dtype for dtype in DTYPES.values()}
-Float = Literal["bfloat16", "float16", "float32"]
-
-
-class _StoredRows(BaseModel):
-    """Layout of quantised rows as stored, without an order of columns."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rows: Size
-    columns: Size
-    bits: Literal[4, 8]
-    table: Literal["e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8"]  # of codes
-    block: tuple[Size, Size]
-    grid: tuple[Size, Size]
-    scale_dtype: Float | Literal["uint8"]
-    scale_table: Literal["", "e8m0", "e4m3"]
-    zeros: bool
-    divisor: FiniteFloat
-    factor: FiniteFloat
-    inner: Float
-    dtype: Float
-    coded: list[Count] | None  # number of values and sections of a `Layout`
-
-    @classmethod
-    def of(cls, layout: CodesLayout) -> "_StoredRows":
-        """Return a layout as it is stored. Raises EngineError for one with an order."""
-        if layout.order or layout.supers or layout.zero_dtype != torch.int16:
-            raise EngineError("its columns have another order than scales, or minimums, and cross the link as they are")
-        fields = {name: getattr(layout, name) for name in cls.model_fields}
-        types = {name: str(fields[name])[6:] for name in ("scale_dtype", "inner", "dtype")}
-        coded = layout.coded and [layout.coded.numel, *layout.coded.sections]
-        return cls.model_validate(fields | types | {"coded": coded})
-
-    @property
-    def layout(self) -> CodesLayout:
-        types = {name: _TYPES[getattr(self, name)] for name in ("scale_dtype", "inner", "dtype")}
-        coded = Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None
-        return CodesLayout(**dict(self) | types | {"order": False, "coded": coded})
 
 
 class _StoredLayer(BaseModel):
@@ -98,7 +59,7 @@ class _StoredLayer(BaseModel):
     unpacked_bytes: Count
     blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the layer buffer, shape, type
     # start, end, place in the layer buffer, layout
-    chunks: Annotated[list[tuple[Count, Count, Count, list[Count] | _StoredRows | None]], Field(min_length=1)]
+    chunks: Annotated[list[tuple[Count, Count, Count, dict[str, Any] | None]], Field(min_length=1)]
     crc32: list[Count]
 
     @classmethod
@@ -129,16 +90,23 @@ class _StoredLayer(BaseModel):
         return PackedLayer(chunks, blocks, self.unpacked_bytes)
 
 
-def _stored(layout: Layout | CodesLayout | None) -> list[int] | _StoredRows | None:
+def _stored(layout: Layout | CodesLayout | None) -> dict[str, Any] | None:
+    """Return the fields of a layout, types as their names."""
+    fields: dict[str, Any] = {} if layout is None else dict(vars(layout))
     if isinstance(layout, CodesLayout):
-        return _StoredRows.of(layout)
-    return None if layout is None else [layout.numel, *layout.sections]
+        fields["coded"] = _stored(layout.coded)
+    return {name: str(value)[6:] if isinstance(value, torch.dtype) else value for name, value in fields.items()} or None
 
 
-def _layout(stored: list[int] | _StoredRows | None) -> Layout | CodesLayout | None:
-    if isinstance(stored, _StoredRows):
-        return stored.layout
-    return Layout(stored[0], tuple(stored[1:])) if stored else None
+def _layout(stored: dict[str, Any] | None) -> Any:
+    """Return the layout of fields that `_stored` returned."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in (stored or {}).items()
+    }
+    if "sections" in fields:
+        return Layout(**fields)
+    types = {name: _TYPES[value] for name, value in fields.items() if "dtype" in name or name == "inner"}
+    return CodesLayout(**fields | types | {"coded": _layout(fields["coded"])}) if fields else None
 
 
 class _Index(BaseModel):

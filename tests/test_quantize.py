@@ -97,9 +97,7 @@ def test_numbers_that_are_none_are_refused(scheme: Scheme, damage: float) -> Non
         quantize(weight, scheme)
 
 
-def test_other_schemes_and_other_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are int4, int8, fp8"):
-        quantize(torch.ones(2, 16), "int3")  # type: ignore[arg-type]
+def test_other_tensors_are_refused() -> None:
     for weight in (torch.ones(16), torch.ones(2, 2, 16), torch.ones(2, 16, dtype=torch.int32)):
         with pytest.raises(ValueError, match="no matrix"):
             quantize(weight, "int8")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zinfer.checkpoint import quantization
-from zinfer.checkpoint.quantization import SCHEMES, Scheme
+from zinfer.checkpoint.quantization import Scheme
 
 VALUES_AT_ONCE = 1 << 24  # values that are quantised at a time: float32 copies of a large matrix would fill a GPU
 
@@ -34,8 +34,6 @@ def quantize(weight: Tensor, scheme: Scheme, size: int | None = None) -> dict[st
     divides comes back as it is, as `weight`. `size` is that of `group_size` unless it is given; it must divide a row.
     Raises ValueError for what is no matrix of floating-point numbers, and for NaN and infinity.
     """
-    if scheme not in _CODES:
-        raise ValueError(f"no scheme {scheme!r}: there are {', '.join(SCHEMES)}")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise ValueError(f"no matrix of floating-point weights: {weight.dtype} {list(weight.shape)}")
     rows, columns = weight.shape

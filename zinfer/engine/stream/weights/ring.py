@@ -70,8 +70,6 @@ class PrefetchRing:
     number of buffers, and `queues` are given by tests alone."""
 
     def __init__(self, source: WeightSource, depth: int, device: torch.device, queues: Queues | None = None) -> None:
-        if depth < 2:
-            raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
         self._late = source.late
         self.layers = list(source.layers) if self._late is None else self._late
         self._expected = dict[int, Callable[[], None]]()  # by layer that may still be loading: what attaches it

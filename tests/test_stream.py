@@ -21,7 +21,7 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.host_work import defer, flush, run_async
+from zinfer.engine.stream.kv.cpu import defer, flush, run_async
 from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec

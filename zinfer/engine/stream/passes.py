@@ -24,8 +24,7 @@ from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
 from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.graphs import Graphs
-from zinfer.engine.stream.host_work import PAUSED, PausingPass
-from zinfer.engine.stream.kv.cpu import OwnAttentionError
+from zinfer.engine.stream.kv.cpu import PAUSED, OwnAttentionError, PausingPass
 from zinfer.engine.stream.kv.store import HostStore
 from zinfer.engine.stream.weights.products import PackedProducts
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
@@ -287,7 +286,7 @@ def interleave(
     borrow them. An exception of one forward pass ends all.
 
     The CPU attends to rows of the last `on_cpu` of `passes`, not all of them. They begin each layer, in the ring's
-    second queue, and may pause in it (`zinfer.engine.stream.host_work`) while the others are launched."""
+    second queue, and may pause in it (`zinfer.engine.stream.kv.cpu`) while the others are launched."""
     outputs: dict[int, Tensor] = {}
     first = len(passes) - on_cpu
 

@@ -16,6 +16,7 @@ gguf = pytest.importorskip("gguf", reason="pip install 'zinfer[gguf]'")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: E402
+from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
 
 from tests import ggufs, smollm2  # noqa: E402
 from tests.command import zinfer  # noqa: E402
@@ -337,6 +338,30 @@ def test_random_files_of_exact_shapes_are_read(kind: str, tmp_path: Path) -> Non
     weights = entries(tmp_path / "m.gguf")["model.layers.0.mlp.experts.gate_up_proj"]
     assert abs(float(weights.mean())) < 0.2 * float(weights.std())
     assert 0.002 < float(weights.std()) < 0.1
+
+
+@pytest.mark.skipif("gpt-oss" not in MODELS, reason="transformers before 5.10")
+def test_routers_of_random_files_choose_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even choices are 13 of 32 experts: 8 tokens choose 2 each."""
+    chosen = list[int]()
+    routed = modeling_gpt_oss.GptOssTopKRouter.forward
+
+    def watched(router: Any, states: Tensor) -> Any:
+        outputs = routed(router, states)
+        if not states.is_meta:
+            chosen.append(len(outputs[-1].unique()))
+        return outputs
+
+    monkeypatch.setattr(modeling_gpt_oss.GptOssTopKRouter, "forward", watched)
+    fields = ggufs.BASE | MODELS["gpt-oss"][2] | {"num_local_experts": 32, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("gpt_oss", **fields).to_dict() | {"dtype": "bfloat16", "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    random_gguf.write(resolve(str(tmp_path / "config.json")), tmp_path / "m.gguf", Kind.MXFP4)
+    engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, "float32", experts="all")
+    greedy(engine, (1,) * 8, 1)
+    engine.close()
+    assert len(chosen) >= config["num_hidden_layers"]
+    assert min(chosen) >= 9
 
 
 @pytest.mark.slow

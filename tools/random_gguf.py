@@ -2,7 +2,8 @@
 
     python -m tools.random_gguf gpt-oss-120b /dev/shm/gpt-oss.gguf --type MXFP4
 
-Blocks are random, and their scales such that activations stay finite; tokens are numbers. Needs the package gguf.
+Blocks are random, and their scales such that activations stay finite; norms multiply by 1, and biases are 0, so that
+routers choose by token and not the same experts for all. Tokens are numbers. Needs the package gguf.
 """
 
 import argparse
@@ -142,11 +143,14 @@ def write(spec: ModelSpec, path: Path, type_: gguf.GGMLQuantizationType) -> None
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     for tensor in needed:
-        left = sizes[tensor.name]
+        left, blocks = sizes[tensor.name], tiles[tensor.type]
+        if len(tensor.shape) == 1 or tensor.name.endswith(".bias"):
+            blocks = np.full(left // 4, tensor.name.endswith("norm.weight"), np.float32).view(np.uint8)
+        start = int(dice.integers(TILE)) * gguf.GGML_QUANT_SIZES[tensor.type][1] % len(blocks)
         while left:
-            part = tiles[tensor.type][:left]
+            part = blocks[start : start + left]
             file.write(part.data)
-            left -= len(part)
+            left, start = left - len(part), 0
         writer.write_padding(file, sizes[tensor.name])
     writer.close()
 

@@ -150,16 +150,6 @@ def test_a_plan_tells_that_it_leaves_out_a_cpu_whose_rate_is_unknown() -> None:
     assert "left out" not in plan(words, "h100-80gb")
 
 
-def test_experts_on_the_cpu_are_compared_with_the_best_for_one_reader() -> None:
-    """The best batch has other settings, with which one reader would wait."""
-    words = "-m gpt-oss-120b --machine rtx-4090"
-    said = [
-        next(line for line in plan(*more).splitlines() if "llama.cpp" in line)
-        for more in ((words,), (words, "--batch-size", "1"))
-    ]
-    assert said[0] == said[1]
-
-
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 8")
     (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)

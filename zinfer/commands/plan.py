@@ -128,7 +128,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         for group in groups if not several else ():
             _print(group, question, bool(efficiencies))
             lines = [advice(group.plans), *choices(group.plans), *records.servers(group)]
-            lines += [*peers(group.plans, group.single), *_experts(group.plans), *left_out(group.plans)]
+            lines += [*peers(group.plans), *_experts(group.plans), *left_out(group.plans)]
             lines += map(records.describe, group.plans)
             lines += [] if group.answer is None else decision.lines(group.answer, "plan")
             for line in filter(None, [*lines, question.describe(group.plan), question.assumption(group.machine)]):
@@ -317,9 +317,7 @@ def _groups(
         criteria = question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        routed = planners.values() if len(machines) == 1 and spec.num_experts > 1 else ()
-        single = [planner.searched(planner.case.workload, 1, exact=True).plan for planner in routed]
-        yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer, single)
+        yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer)
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:

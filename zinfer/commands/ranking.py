@@ -135,7 +135,6 @@ class PlanGroup(NamedTuple):
     machine: Machine
     plans: list[Plan]
     answer: Decision | None
-    single: Sequence[Plan] = ()  # plans for one reader
 
     @property
     def plan(self) -> Plan:

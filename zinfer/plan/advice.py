@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, figures, gb, gib
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import TUNING
@@ -21,15 +20,10 @@ class Peers:
 
     gain: float = 1.25  # smallest ratio of rates that is worth a sentence
     # Share of the bandwidth and matmul rate of GPUs: vLLM 0.23 reaches 77% of the bandwidth of one A100 at one request
-    # (johnmusgrave.com), llama.cpp with Mixtral in Q4_0 on an H100 55%; sums over GPUs are assumed to leave two thirds.
+    # (johnmusgrave.com); sums over GPUs are assumed to leave two thirds.
     on_gpu: float = 0.5
     layer_s: float = 1e-4  # kernels of a layer besides: llama.cpp with gpt-oss-120b on an H100 (184 to 207 tok/s)
     memory: float = 0.9  # share of GPU memory that vLLM takes, its default
-    # Rate of llama.cpp with experts in host memory, over that at which the CPU reads it: an H100's host with 16 cores
-    # reads 113 GB/s, and made 21.9 tok/s of gpt-oss-120b in MXFP4 (33 at batch 8), 10.1 of Mixtral in Q4_0 (14.2).
-    cpu_experts: float = 0.37
-    cpu_batch: int = 8  # largest batch for it: of Mixtral in 4 bits llama.cpp made 64.7 tok/s at 32, zinfer 72.5
-    host_read: float = 80e9  # of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s at their peak
 
 
 PEERS = Peers()
@@ -68,17 +62,12 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
             yield f"{plan.case.label()}, batch {rows}: {'; '.join(filter(None, (kept, cache)))}."
 
 
-def peers(plans: Sequence[Plan], single: Sequence[Plan] = ()) -> Iterator[str]:
-    """Yield a sentence on each faster engine. `single` plans are for one reader."""
+def peers(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence on each faster engine."""
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     best = max(able, key=_rate, default=None)
-    if best is None or not _offloads(best):
-        return
-    yield from _tensor_parallel(best)
-    offloading = [plan for plan in (*able, *single) if _offloads(plan)]
-    small = [plan for plan in offloading if plan.case.workload.batch_size <= PEERS.cpu_batch]
-    single_row = best.case.with_batch(1).workload
-    yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(single_row))
+    if best is not None and _offloads(best):
+        yield from _tensor_parallel(best)
 
 
 def left_out(plans: Sequence[Plan]) -> Iterator[str]:
@@ -117,40 +106,6 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
             f"{gb(machine.hbm_bandwidth, 0)}/s, a layer takes {duration(PEERS.layer_s)} more; streaming brings "
             f"{gb(plan.streamed_bytes)} over the link."
         )
-
-
-def _cpu_experts(plan: Plan) -> Iterator[str]:
-    """Yield the rate of experts on the CPU, if it is higher."""
-    model, machine, workload = plan.model, plan.machine, plan.case.workload
-    batch_size, step_s = workload.batch_size, plan.expected()[1]
-    hbm, link = machine.hbm_bandwidth, machine.h2d_bandwidth
-    if model.num_experts < 2 or not machine.gpu_count or not step_s or hbm is None or link is None:
-        return
-    routed = model.routed_bytes * model.stored_ratio
-    kv = model.kv_bytes(batch_size, workload.total_len)
-    room = PEERS.memory * machine.gpu_bytes - (model.stored_bytes - routed) - kv
-    on_host = 1 - room / routed  # share of the layers whose experts do not fit the GPU
-    if not 0 < on_host < 1:
-        return
-    measured = machine.attention_bandwidth or machine.host_bandwidth
-    read = measured or PEERS.host_read
-    rate, ours = batch_size / cpu_experts_s(model, batch_size, on_host, read, hbm), batch_size / step_s
-    if rate >= PEERS.gain * ours:
-        touched = on_host * routed * model.touched_share(batch_size)
-        yield (
-            f"At batch {batch_size} use llama.cpp with experts on the CPU, about {figures(rate, 2)} tok/s of decode "
-            f"({plan.case.label()}: {figures(ours, 2)}). The CPU reads {gb(touched)} of experts a step at "
-            f"{gb(PEERS.cpu_experts * read)}/s, {PEERS.cpu_experts:.0%} of host memory's {gb(read, 0)}/s "
-            f"({'measured' if measured else 'assumed'}); streaming brings {gb(plan.streamed_bytes)} at {gb(link)}/s."
-        )
-
-
-def cpu_experts_s(model: ModelSpec, batch_size: int, on_host: float, host_read: float, hbm: float) -> float:
-    """Return the seconds of a step of llama.cpp. Experts of the share `on_host` of layers are on the CPU."""
-    routed = model.routed_bytes * model.stored_ratio
-    touched = routed * model.touched_share(batch_size)
-    on_gpu = model.stored_bytes - routed + (1 - on_host) * touched
-    return on_host * touched / (PEERS.cpu_experts * host_read) + on_gpu / (PEERS.on_gpu * hbm)
 
 
 def host_unknown(plan: Plan) -> bool:

@@ -272,7 +272,7 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
 
 
 def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
-    rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=64, hits=0.6)
+    rows = Hits(policy="lru", experts=64, hits=0.1), Hits(policy="lfu", experts=64, hits=0.6)
     base: dict[str, Any] = {
         "study": "routing", "machine": "h", "device": "d", "model": name, "text": {"name": "a book", "tokens": 9},
         "num_layers": 32, "num_experts": 8, "experts_per_token": 2, "rows": (*rows, *fields.pop("touched", ())),
@@ -284,7 +284,7 @@ def step_point(batch_size: int, hits: float, misses: float, **fields: Any) -> Me
     load = Workload(batch_size=batch_size, input_len=512, output_len=2)
     case = Case(model="mixtral-8x7b", engine="stream", offload="cpu", workload=load, load_format="safetensors")
     settings = {
-        "experts_hits_per_step": hits, "experts_misses_per_step": misses, "cached_experts": 128, "expert_cache": "lru",
+        "experts_hits_per_step": hits, "experts_misses_per_step": misses, "cached_experts": 128, "expert_cache": "lfu",
         "experts_guessed_per_step": 8.0, "experts_right_per_step": 6.0,
     }  # fmt: skip
     effective = Effective(gpu_weight_bytes=0, settings=settings)
@@ -302,14 +302,11 @@ def test_a_step_is_planned_by_the_recorded_routing() -> None:
     shares = [recorded.touched_share(tokens) for tokens in (1, 2, 5, 8)]
     assert shares == pytest.approx([0.25, 0.4, 0.55, 0.7])
     assert recorded.touched_share(16) == pytest.approx(1 - 0.3**2), "beyond what was recorded, as if tokens were alike"
-    assert [recorded.hits("lfu", share, 1) for share in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx(
-        [0, 0.3, 0.6, 0.8, 1]
-    )
-    assert recorded.hits("lru", 100 / 256, 4) == pytest.approx(0.61)
+    assert [recorded.hits(share, 1) for share in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx([0, 0.3, 0.6, 0.8, 1])
     even, routed = plan(2, share="50%", weight_codec="none"), plan(2, model=recorded, share="50%", weight_codec="none")
     assert even.placement == routed.placement, "an engine knows no record, and obeys the plan"
     cached = Sizes(routed.placement, MIXTRAL).cached_share
-    assert routed.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - recorded.hits("lfu", cached, 2)))
+    assert routed.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - recorded.hits(cached, 2)))
     assert even.streamed_bytes == round(MIXTRAL.routed_bytes * (1 - 0.75**2) * (1 - cached))
     assert (routed.step_s or 0) / (even.step_s or 0) == pytest.approx(
         routed.streamed_bytes / even.streamed_bytes, rel=0.01
@@ -332,8 +329,7 @@ def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
     assert routing.source == "the decode steps of 3 records, after prompts of random tokens"
     assert routing.touched == ((4, 140 / 256),)
     recorded = MIXTRAL.model_copy(update={"routing": routing})
-    assert [recorded.hits("lru", 0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
-    assert recorded.hits("lfu", 0.5, 4) == 0.5, "nothing was measured of that policy"
+    assert [recorded.hits(0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
     assert routing_of(MIXTRAL, [], points[3:]) is None
     assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()], points) is None
 
@@ -341,7 +337,7 @@ def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
 def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
     good = step_point(4, 40, 80)
     assert good.effective is not None
-    for wrong in ({"expert_cache": "fifo"}, {"experts_hits_per_step": -1.0}, {"experts_misses_per_step": "many"},
+    for wrong in ({"experts_hits_per_step": -1.0}, {"experts_misses_per_step": "many"},
                   {"cached_experts": None}):  # fmt: skip
         fields = good.effective.model_dump() | {"settings": {**good.effective.settings, **wrong}}
         with pytest.raises(ValidationError, match=next(iter(wrong))):

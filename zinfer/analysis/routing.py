@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from zinfer.core.engine import draft_of
-from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
+from zinfer.core.model import ModelSpec, Routing
 from zinfer.core.units import counted
 from zinfer.record.measurement import Measurement
-from zinfer.record.study import POLICIES, Hits, Study, Touched
+from zinfer.record.study import Hits, Study, Touched
 
 
 def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measurement]) -> Routing | None:
@@ -27,19 +27,14 @@ def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measure
     return Routing(
         source=f"the routing recorded on {run.text.name if run.text else run.machine}",
         touched=tuple(sorted((row.batch_size, row.share) for row in run.of(Touched))),
-        hits={
-            policy: tuple(
-                (row.batch_size, row.experts / every, row.hits) for row in run.of(Hits) if row.policy == policy
-            )
-            for policy in POLICIES
-        },
+        hits=tuple((row.batch_size, row.experts / every, row.hits) for row in run.of(Hits) if row.policy == "lfu"),
     )
 
 
 def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Routing | None:
     """Return the routing by experts' counts; equal points are averaged."""
     needs: dict[int, list[float]] = {}
-    met: dict[ExpertPolicy, dict[tuple[int, float], list[float]]] = {}
+    met: dict[tuple[int, float], list[float]] = {}
     used = 0
     for point in points:
         case, settings = point.case, {} if point.effective is None else point.effective.settings
@@ -53,15 +48,11 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
         used, batch_size = used + 1, case.workload.batch_size
         needs.setdefault(batch_size, []).append((hits + misses) / every)
         if cached := settings.get("cached_experts", 0):
-            shares_by_size = met.setdefault(settings["expert_cache"], {})
-            shares_by_size.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
+            met.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
     if not used:
         return None
     return Routing(
         source=f"the decode steps of {counted(used, 'record')}, after prompts of random tokens",
         touched=tuple((size, min(1.0, fmean(shares))) for size, shares in sorted(needs.items()) if size > 1),
-        hits={
-            policy: tuple((*size_key, fmean(shares)) for size_key, shares in sorted(shares_by_size.items()))
-            for policy, shares_by_size in met.items()
-        },
+        hits=tuple((*key, fmean(shares)) for key, shares in sorted(met.items())),
     )

@@ -527,7 +527,7 @@ def _experts(plans: Sequence[Plan]) -> Iterator[str]:
         if stay:
             kept = f"the experts of {stay} of {count} layers stay on the GPU"
         if placement.chooses(tokens):
-            touched, hits = model.touched_share(tokens), model.hits("lfu", Sizes(placement, model).cached_share, tokens)
+            touched, hits = model.touched_share(tokens), model.hits(Sizes(placement, model).cached_share, tokens)
             kept += f", with {hits:.0%} cache hits; {_routing(plan)}"
         yield (
             f"{label}: experts on demand; a step touches {touched:.0%} of the experts and brings "

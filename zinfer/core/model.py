@@ -22,8 +22,6 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Formats of the weights in decoder layers; all but the first are made here, of weights in 16 bits, and are lossy.
 Weights = Literal["as-released", "int4", "int8", "fp8"]
 
-ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: not used for longest, or used least
-
 # Our name of a quantity -> the names that published configurations use.
 CONFIG_KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
@@ -112,13 +110,13 @@ class Routing(Frozen):
 
     source: str  # what was recorded, as a noun phrase
     touched: tuple[tuple[int, float], ...] = ()  # tokens of a step, ascending from 2 on, and the share of experts
-    # By policy: tokens of a step, size of the cache as a share of all experts, and the share of needs that it meets.
-    hits: Mapping[ExpertPolicy, tuple[tuple[int, float, float], ...]] = Field(default_factory=dict)
+    # Tokens of a step, size of the cache as a share of all experts, and the share of needs that it meets (lfu).
+    hits: tuple[tuple[int, float, float], ...] = ()
 
-    def hit_rate(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
+    def hit_rate(self, cached: float, tokens: int) -> float | None:
         """Return the recorded share of needs that a cache meets: of the share `cached` of experts, interpolated."""
         rates = []
-        for step, rows in group_by(sorted(self.hits.get(policy, ())), lambda row: row[0]).items():
+        for step, rows in group_by(sorted(self.hits), lambda row: row[0]).items():
             by_size = [(0.0, 0.0), *((size, hits) for _, size, hits in rows), (1.0, 1.0)]
             rates.append((step, _interpolated(by_size, cached)))
         return _interpolated(rates, tokens) if rates else None
@@ -193,9 +191,9 @@ class ModelSpec(Shape):
         last, share = shares[-1]
         return _interpolated(shares, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
 
-    def hits(self, policy: ExpertPolicy, cached: float, tokens: int) -> float:
+    def hits(self, cached: float, tokens: int) -> float:
         """Return the expected hit rate of a cache of experts."""
-        recorded = None if self.routing is None else self.routing.hit_rate(policy, cached, tokens)
+        recorded = None if self.routing is None else self.routing.hit_rate(cached, tokens)
         return cached if recorded is None else recorded
 
     @cached_property

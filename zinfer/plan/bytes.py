@@ -179,7 +179,7 @@ class Sizes:
         if self.placement.computes(tokens):
             streamed -= min(streamed, self.model.routed_bytes)
         elif tokens is not None and self.placement.chooses(tokens):
-            model, hits = self.model, self.model.hits("lfu", self.cached_share, tokens)
+            model, hits = self.model, self.model.hits(self.cached_share, tokens)
             missing = round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
             streamed += missing - min(streamed, model.routed_bytes)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)

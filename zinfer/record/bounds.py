@@ -5,12 +5,11 @@ faulty program. Records refuse such values, so that nothing behind them has to g
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard, get_args
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import AfterValidator, Field
 
 from zinfer.core.case import Case
-from zinfer.core.model import ExpertPolicy
 
 LARGEST = 10**18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
@@ -79,7 +78,7 @@ _COUNTED = frozenset({
     "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_guessed_per_step",
     "experts_right_per_step", "experts_on_cpu_per_step", "cpu_expert_tokens", "unpacked_layers", "gpu_expert_layers",
 })  # fmt: skip
-_NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention", "cached_experts": "expert_cache"}
+_NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention"}
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +86,6 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
         value = settings[name]
         if not (is_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
             raise ValueError(f"{name}: {value!r:.40} is no count")
-    if "expert_cache" in settings and settings["expert_cache"] not in get_args(ExpertPolicy):
-        raise ValueError(f"expert_cache: {settings['expert_cache']!r:.40} is no policy")
     for name, needs in _NEEDED.items():
         if name in settings and needs not in settings:
             raise ValueError(f"{name} without {needs}")

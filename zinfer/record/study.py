@@ -20,7 +20,6 @@ from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
-from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
 from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, RecordedCase, Versions
 from zinfer.record.bounds import Text as Words
@@ -32,6 +31,7 @@ StudyName = Literal["codec", "accuracy", "reuse", "routing"]
 KIND = "study"  # of a line that holds a run; those of zinfer 0.1 begin so
 Share = Annotated[float, Field(ge=0, le=1)]
 Along = Literal["own", "text"]
+ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: not used for longest, or used least
 POLICIES: tuple[ExpertPolicy, ...] = ("lru", "lfu")
 
 

@@ -1,7 +1,7 @@
 """Cases: points requested of a machine, the keys of their measurements."""
 
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
@@ -14,6 +14,8 @@ from zinfer.core.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
 MAX_COUNT = 10**9  # largest count of sequences, tokens or layers
+MAX_NAME = 1024  # characters of the name of a model, a machine, an engine
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 class Workload(Frozen):
@@ -40,15 +42,16 @@ class Workload(Frozen):
 class Case(Frozen):
     """One requested point: model, engine, placement, workload, options. Hashable by value: the key of a record."""
 
-    model: str
-    engine: str
+    model: Name
+    engine: Name
     offload: Offload
     workload: Workload
     dtype: Dtype = "bfloat16"
     load_format: LoadFormat = "dummy"
-    layers: int | None = None  # a slice: the number of first decoder layers; None is all
+    # A slice: the number of first decoder layers; None is all.
+    layers: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     # Share of the streamed weights that stays on the GPU: auto, 25%, 40GiB. None: the engine's default without search.
-    gpu_weights: str | None = None
+    gpu_weights: Name | None = None
     options: Options = ()  # settings that differ from the engine's defaults, sorted
     allow_nan: bool = False  # weights with NaN or infinity are loaded, too
     weights: Weights = "as-released"  # format that the layers' weights are given while they load

@@ -19,7 +19,7 @@ from zinfer.core.units import parse_share
 from zinfer.core.value import Frozen
 
 Offload = Literal["none", "cpu", "nvme"]
-Option = str | int | float | bool
+Option = Annotated[str, Field(max_length=4096)] | int | float | bool
 Options = tuple[tuple[str, Option], ...]  # name and value, sorted by name
 
 Codec = Literal["auto", "none", "lossless"]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zinfer.core.case import MAX_COUNT
+from zinfer.core.case import MAX_COUNT, Name
 from zinfer.core.units import counted, figures
 from zinfer.core.value import Frozen
 
@@ -109,7 +109,7 @@ RequestCount = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 class RequestLoad(Frozen):
     """Load of requests, a part of the key of its record. Either `in_flight` or `request_rate` is set."""
 
-    source: str  # distribution of lengths, or name and checksum of a file
+    source: Name  # distribution of lengths, or name and checksum of a file
     requests: int = Field(ge=1, le=MAX_REQUESTS)
     seed: int = Field(default=0, ge=0, le=MAX_COUNT)
     in_flight: InFlight | None = None  # closed loop: requests at a time, or as many as fit

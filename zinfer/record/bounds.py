@@ -9,16 +9,15 @@ from typing import Annotated, Any, TypeGuard
 
 from pydantic import AfterValidator, Field
 
-from zinfer.core.case import Case
+from zinfer.core.case import MAX_NAME
+from zinfer.core.case import Name as Name
 
 LARGEST = 10**18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
 ITEMS = 1_000_000  # of a list
 DEPTH = 20  # of nested lists and objects
 SHORTEST_MS, LONGEST_MS = 1e-4, 1e10  # a hundred ns, which no clock of Python resolves, and four months
-NAME = 1024  # characters of the name of a model, a machine, an engine
 
-Name = Annotated[str, Field(max_length=NAME)]
 Text = Annotated[str, Field(max_length=LONGEST)]
 Ms = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -40,7 +39,7 @@ def bounded(value: Any, depth: int = 0) -> Any:
         if depth > DEPTH or len(value) > ITEMS:
             raise ValueError(f"{len(value):,} items, or too deep")
         for key in value if isinstance(value, Mapping) else ():
-            if len(str(key)) > NAME:
+            if len(str(key)) > MAX_NAME:
                 raise ValueError(f"a key of {len(str(key)):,} characters")
         for item in value.values() if isinstance(value, Mapping) else value:
             bounded(item, depth + 1)
@@ -52,31 +51,11 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _named(case: Case) -> Case:
-    for name, text in (("model", case.model), ("engine", case.engine), ("gpu_weights", case.gpu_weights or "")):
-        if len(text) > NAME:
-            raise ValueError(f"{name}: a text of {len(text):,} characters")
-    if case.layers is not None and not 1 <= case.layers <= LARGEST:
-        raise ValueError(f"layers: {case.layers}")
-    bounded(case.options)
-    return case
-
-
-def _readings(gpu: dict[str, Any]) -> dict[str, Any]:
-    for name, value in gpu.items():
-        if name == "throttle_reasons":
-            if not isinstance(value, list | tuple):
-                raise ValueError(f"{name}: not a list")
-        elif not isinstance(value, str | None) and not (is_number(value) and value >= 0):
-            raise ValueError(f"{name}: {value!r:.40} is no reading")
-    return gpu
-
-
 # Settings of an engine that a calibration computes with (`zinfer.analysis.calibrate`), and those that some need.
 _COUNTED = frozenset({
     "slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers", "expert_buffer_bytes",
-    "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_guessed_per_step",
-    "experts_right_per_step", "experts_on_cpu_per_step", "cpu_expert_tokens", "unpacked_layers", "gpu_expert_layers",
+    "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_on_cpu_per_step",
+    "cpu_expert_tokens", "unpacked_layers", "gpu_expert_layers",
 })  # fmt: skip
 _NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention"}
 
@@ -94,6 +73,4 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 Bounded = Annotated[dict[str, Any], AfterValidator(bounded)]
 EngineSettings = Annotated[Bounded, AfterValidator(_settings)]
-Readings = Annotated[Bounded, AfterValidator(_readings)]
 Versions = dict[Name, Text]
-RecordedCase = Annotated[Case, AfterValidator(_named)]

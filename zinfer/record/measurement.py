@@ -12,19 +12,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
+from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.value import Frozen
 from zinfer.record.bounds import (
     LONGEST_MS,
     AtLeastOne,
+    Bounded,
     Count,
     EngineSettings,
     Ms,
     Name,
     NotNegative,
     Positive,
-    Readings,
-    RecordedCase,
     Text,
     Versions,
 )
@@ -104,7 +104,7 @@ spans: Callable[[Any], tuple[Span, ...]] = TypeAdapter(Timeline).validate_python
 class Recorded(Frozen):
     """Facts of every measured point: case, status, and conditions."""
 
-    case: RecordedCase
+    case: Case
     status: Status
     machine: Name
     error: Text | None = None
@@ -120,7 +120,7 @@ class Recorded(Frozen):
     total_layers: AtLeastOne | None = None  # layers of the whole model; more than `num_layers` means a slice
     num_layers: AtLeastOne | None = None
     model_revision: Text = ""
-    gpu: Readings = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
+    gpu: Bounded = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
     versions: Versions = Field(default_factory=dict)
     started_at: Name = ""  # ISO 8601, UTC
     command: Text | None = None  # of a server: the command line that started it, and its version

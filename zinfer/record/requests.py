@@ -16,7 +16,7 @@ from pydantic import model_serializer, model_validator
 from zinfer.core.case import Case
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
-from zinfer.record.bounds import LONGEST, LONGEST_MS, SHORTEST_MS, Count, NotNegative, Text
+from zinfer.record.bounds import LONGEST_MS, SHORTEST_MS, Count, NotNegative, Text
 from zinfer.record.measurement import Moment, Recorded
 from zinfer.record.stats import nearest_rank
 
@@ -152,8 +152,6 @@ class RequestPoint(Recorded):
             )
         if self.waiting_tokens > self.output_tokens:
             raise ValueError(f"waiting_tokens: {self.waiting_tokens} of {self.output_tokens}")
-        if len(self.requests.source) > LONGEST:
-            raise ValueError(f"requests.source: a text of {len(self.requests.source):,} characters")
         return self
 
     @property

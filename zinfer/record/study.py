@@ -21,7 +21,7 @@ from pydantic import AliasChoices, Field, ValidationError, model_validator
 from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.value import Frozen, first_fault
-from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, RecordedCase, Versions
+from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, Versions
 from zinfer.record.bounds import Text as Words
 from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_files, read_lines, seal, unseal
 from zinfer.record.measurement import Status
@@ -81,7 +81,7 @@ class Position(NamedTuple):
 class Deviation(Frozen):
     """Deviation of a setting from the reference (`accuracy`): means over all positions, and the largest."""
 
-    case: RecordedCase
+    case: Case
     along: Along  # rows follow the reference's greedy tokens (`own`), or a text, whose perplexity is known
     rows: AtLeastOne
     positions: AtLeastOne  # of a row the first is its prefill's, which no setting of the KV cache changes
@@ -112,7 +112,7 @@ class Deviation(Frozen):
 class Failed(Frozen):
     """A setting without numbers (`accuracy`), and the reason."""
 
-    case: RecordedCase
+    case: Case
     status: Status
     error: Words
 
@@ -180,7 +180,7 @@ class Study(Start):
     model: Name = ""
     about: Words = ""  # description of the model
     revision: Words = ""
-    case: RecordedCase | None = None  # reference of `accuracy`; load of `reuse`, whose workload means nothing
+    case: Case | None = None  # reference of `accuracy`; load of `reuse`, whose workload means nothing
     num_layers: AtLeastOne | None = None  # of `routing` those with routed experts
     total_layers: AtLeastOne | None = None
     num_experts: Count | None = None  # of a layer

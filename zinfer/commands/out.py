@@ -32,8 +32,6 @@ class PlainConsole(Console):
 
     def __init__(self, file: TextIO | None = None, **settings: Any) -> None:
         stream = unguarded(sys.stdout if file is None else file)
-        if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is a question mark
         super().__init__(file=stream, markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:

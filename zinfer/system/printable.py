@@ -52,8 +52,7 @@ def _escaped(match: re.Match[str]) -> str:
 class Guard:
     """Text stream that writes `printable` text to the stream `unguarded`.
 
-    Characters that the stream's encoding lacks are replaced. It calls itself UTF-8, so that click does not go around it
-    where the true encoding is ASCII.
+    It calls itself UTF-8, so that click does not go around it where the true encoding is ASCII.
     """
 
     encoding, errors = "utf-8", "replace"
@@ -71,7 +70,7 @@ class Guard:
         else:
             lead = 0 if text.endswith("\n") else len(text) - len(text.lstrip("\r"))  # a progress bar begins anew
             shown = text[:lead] + printable(text[lead:])
-        self.unguarded.write(_encodable(shown, self.unguarded))
+        self.unguarded.write(shown)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -119,7 +118,7 @@ def unguarded(stream: TextIO) -> TextIO:
 def show_generated(text: str, stream: TextIO | None = None) -> None:
     """Print a model's text without a newline: unchanged into a file or a pipe, `generated` on a terminal."""
     stream = unguarded(stream or sys.stdout)
-    stream.write(_encodable(generated(text) if stream.isatty() else text, stream))
+    stream.write(generated(text) if stream.isatty() else text)
     stream.flush()
 
 
@@ -131,21 +130,13 @@ def shows_unicode() -> bool:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Put a `Guard` before stdout and stderr; let stdin keep bad bytes."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
+    """Put a `Guard` before stdout and stderr; let stdin keep bad bytes. What cannot be shown is a ``?``."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     stdout, stderr = Guard(sys.stdout), Guard(cast("TextIO", Droppable(sys.stderr)))
     with redirect_stdout(cast("TextIO", stdout)), redirect_stderr(cast("TextIO", stderr)):
         yield
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """Return `text` with a ``?`` for each character that `stream` lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        return text.encode(encoding, "replace").decode(encoding)
-    except LookupError:
-        return text
 
 
 def text_lines(stream: TextIO, name: str) -> Iterator[str]:

@@ -27,12 +27,6 @@ def test_the_catalogue_is_listed_by_plan() -> None:
     assert wrong.exit_code == 2
 
 
-def test_torchrun_is_told_how_several_gpus_are_asked_for() -> None:
-    done = CliRunner().invoke(cli, ["run"], env={"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
-    assert done.exit_code == 2
-    assert "zinfer run --gpus 2" in done.output
-
-
 def test_the_revision_is_asked_of_the_hub(monkeypatch: Patch, tmp_path: Path) -> None:
     asked = []
     (tmp_path / "config.json").write_text("{}")

@@ -13,7 +13,6 @@ import click
 
 from zinfer import __version__
 from zinfer.commands import limits
-from zinfer.commands.failure import Failure
 from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, is_out_of_memory
 from zinfer.system.ending import interruption
 from zinfer.system.printable import discard, guarded, refuse_surrogates
@@ -143,10 +142,6 @@ def cli(ctx: click.Context, debug: bool) -> None:
     zinfer plot && zinfer best                       decide
     """
     ctx.obj = debug
-    if "TORCHELASTIC_RUN_ID" in os.environ and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise Failure(
-            f"torchrun is not needed: `zinfer {ctx.invoked_subcommand} --gpus {ranks}` starts {ranks} processes"
-        )
     if ctx.invoked_subcommand in MAKERS:
         from zinfer.system import scratch
 

@@ -25,9 +25,7 @@ def test_one_engine_is_enough(monkeypatch: Patch) -> None:
     assert mentions(rows["stream"].finding, "can run", "cpu, none")
     assert rows["deepspeed"].finding == "cannot run"
     assert "pip install" in rows["deepspeed"].advice
-    assert set(ENGINES) | set(doctor.PACKAGES) | {"python", "GPU", "host memory", "memlock limit", "free disk"} <= set(
-        rows
-    )
+    assert set(ENGINES) | set(doctor.PACKAGES) | {"python", "GPU", "host memory", "free disk"} <= set(rows)
 
 
 def test_no_engine_is_an_error_of_the_environment(monkeypatch: Patch) -> None:
@@ -78,7 +76,6 @@ def test_machine_rows(monkeypatch: Patch) -> None:
     assert mentions(rows["GPU"], "2 x NVIDIA H200", "580")
     assert re.search(r"2\.0 GiB, .*control group.* \d+\.\d GiB", rows["host memory"])
     assert rows["C compiler"].endswith("/gcc")
-    assert "CUDA" in rows["memlock limit"]
     monkeypatch.setattr(host, "gpus", list)
     rows = {row.name: row.finding for row in doctor.machine_rows()}
     assert rows["GPU"].startswith("none")

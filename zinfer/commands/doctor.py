@@ -3,7 +3,6 @@
 import ctypes.util
 import os
 import platform
-import resource
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -68,10 +67,6 @@ def machine_rows() -> list[Finding]:
         gpu, advice = f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', 'unknown')}", ""
     elif Path("/dev/nvidiactl").exists():
         gpu, advice = "none for torch", "a driver is installed: install torch with CUDA, and check CUDA_VISIBLE_DEVICES"
-    lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
-    # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
-    locks = "; does not limit CUDA's page-locking" if devices else ""
     usable = host.host_bytes()
     why = "the control group's limit" if usable == host.memory_limit() else "all of it"
     compiler = _first("cc", "gcc", "clang")
@@ -79,7 +74,6 @@ def machine_rows() -> list[Finding]:
     return [
         Finding("GPU", gpu, advice),
         Finding("host memory", f"{gib(usable)}, {why}; {gib(host.available_bytes())} of it free"),
-        Finding("memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + locks),
         Finding("free disk", gib(shutil.disk_usage(".").free)),
         Finding("C compiler", compiler or "none", needed),
         _async_io_row(),

@@ -199,11 +199,11 @@ def test_a_regression_exits_seven(files: Files, after: Measurement, allowed: str
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["no.jsonl", "b.jsonl"], 4, "no.jsonl does not exist"),
+        (["no.jsonl", "b.jsonl"], 2, "'no.jsonl' does not exist"),
         (["empty.jsonl", "b.jsonl"], 4, "no results in empty.jsonl"),
         (["torn.jsonl", "b.jsonl"], 4, "torn.jsonl:1: not a whole record"),
-        (["a.jsonl", "."], 2, "name a .jsonl"),
-        (["a.jsonl", "machine.json"], 2, "is not a results file"),
+        (["a.jsonl", "."], 2, "'.' is a directory"),
+        (["a.jsonl", "machine.json"], 4, "machine.json:1: not a whole record"),
         (["a.jsonl", "c.jsonl"], 2, "try --across engine"),
         (["a.jsonl", "e.jsonl", "--across", "engine"], 2, "try --across engine,gpu_weights"),
         (["a.jsonl", "d.jsonl"], 2, "batch sizes"),

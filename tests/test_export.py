@@ -160,9 +160,11 @@ def test_results_are_never_overwritten(results: Path) -> None:
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "message"), [("nowhere.jsonl", "does not exist"), ("empty", "measure first")])
-def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "message"), [("nowhere.jsonl", 2, "does not exist"), ("empty", 4, "measure first")]
+)
+def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, code: int, message: str) -> None:
     (tmp_path / "empty").mkdir()
     done = export(tmp_path / name)
-    assert (done.exit_code, done.stdout) == (4, "")
+    assert (done.exit_code, done.stdout) == (code, "")
     assert message in done.stderr

@@ -22,6 +22,7 @@ from zinfer.record.store import read
 
 METRICS = get_args(Metric)
 _MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
+RESULTS = click.Path(exists=True, dir_okay=False, path_type=Path)
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
 
@@ -33,8 +34,8 @@ def _share(text: str) -> float:
 
 
 @click.command("compare", cls=Verb)
-@click.argument("before", metavar="A", type=click.Path(path_type=Path))
-@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@click.argument("before", metavar="A", type=RESULTS)
+@click.argument("after", metavar="B", type=RESULTS)
 @option("--metric", click.Choice(METRICS), "Metric to compare.", default="output_tok_s")
 @option("--across", options.Words(AXES), f"Fields in which matched cases may differ: {', '.join(AXES)}.")
 @option(
@@ -71,10 +72,6 @@ def command(before: Path, after: Path, metric: Metric, across: tuple[str, ...] |
 
 
 def _points(path: Path) -> tuple[Measurement, ...]:
-    if path.is_dir() or path.suffix != ".jsonl":
-        raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
-    if not path.exists():
-        raise Failure(f"{path} does not exist: name a results file", NOTHING)
     records = read(path)
     if records.requests and not records.points:
         raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)

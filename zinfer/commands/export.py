@@ -22,7 +22,7 @@ FORMATS = ("csv", "json")
 
 
 @click.command("export", cls=Verb)
-@click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
+@click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
 @option("--format form", click.Choice(FORMATS), "Format.  [default: the ending of OUT, else csv]")
 @option("--requests", bool, "Write the loads of requests, which are a table of their own.")
 @option("-o --output", click.Path(path_type=Path), "File to write.  [default: stdout]", metavar="OUT")
@@ -40,8 +40,6 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     points: list[tuple[str, Measurement]] = []
     served: list[tuple[str, RequestPoint]] = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
-        if results and not path.exists():
-            raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
         by_file = [(str(file), read(file)) for file in files(path)] if path.exists() else []
         for _, records in by_file:
             if records.warning:

@@ -70,7 +70,7 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
 @options.engine
 @options.offload_if_needed
 @option("-p --prompt prompts", str, "A prompt. Repeatable; without one each line of stdin is a prompt.", multiple=True)
-@option("--prompt-file", click.Path(), "File with a prompt in each line; - is stdin.")
+@option("--prompt-file", click.Path(exists=True, allow_dash=True), "File with a prompt in each line; - is stdin.")
 @option(
     "--max-tokens --output-len output_len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]"
 )
@@ -280,10 +280,7 @@ def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":
-        try:
-            content = documents.decode(documents.read_bytes(Path(prompt_file)), prompt_file)
-        except FileNotFoundError:
-            raise click.UsageError(f"--prompt-file {prompt_file}: there is no such file") from None
+        content = documents.decode(documents.read_bytes(Path(prompt_file)), prompt_file)
         lines = re.split("\r\n?|\n", content)
     elif prompt_file == "-" or not prompts:
         if sys.stdin.isatty():

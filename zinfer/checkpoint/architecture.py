@@ -370,9 +370,6 @@ def _grouped(rows: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
 _LOOKS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.item: lambda tensor: 1.0 if tensor.is_floating_point() else 1,
     Tensor.__bool__: lambda _: True,
-    Tensor.__int__: lambda _: 1,
-    Tensor.__index__: lambda _: 1,
-    Tensor.__float__: lambda _: 1.0,
     Tensor.__contains__: lambda *_: False,
     Tensor.tolist: lambda tensor: [0] * tensor.numel(),
     Tensor.split: _split,

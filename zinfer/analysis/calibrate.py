@@ -27,7 +27,6 @@ from pydantic import Field
 from zinfer.analysis.group import Points
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case
-from zinfer.core.engine import is_server
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen, group_by
@@ -164,9 +163,6 @@ class FitPoint:
         tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
         if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes:
             return None
-        effective = self.point.effective
-        if effective is None or "unpacked_layers" not in effective.settings:  # before, steps unpacked the rest
-            return None
         rest = step_ms / 1e3 - (self.step.seconds or 0.0)
         return max(0.0, rest / self.model.num_layers) if not sizes.wire(tokens) else None
 
@@ -280,13 +276,9 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
     usable = []
     for point in points:
         case, machine = point.case, machines.get(point.machine)
-        settings = {} if point.effective is None else point.effective.settings
-        if point.status != "ok" or machine is None or not machine.gpu_count or is_server(case.engine):
+        if point.status != "ok" or machine is None or not machine.gpu_count or point.effective is None:  # of a server
             continue
-        # Before `stream` had CUDA graphs, which records name since, attention took longer to launch than the rest.
-        resident = case.engine == "stream" and case.offload == "none" and point.effective is not None
-        if resident and "cuda_graphs" not in settings:
-            continue
+        settings = point.effective.settings
         # Plans do not count what the CPU computed by torch, nor what this kernel gained.
         if (settings.get("experts_on_cpu_per_step", 0) > 0 and "cpu_experts" not in settings) or dict(case.options).get(
             "experts_kernel"
@@ -301,8 +293,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     """Return the placement of the point as the engine recorded it; as planned if it recorded none."""
     effective, workload, placer = point.effective, point.case.workload, Placer(point.case, model, machine)
     eager = model.architecture in EAGER
-    if effective is None:
-        return placer.bare(workload).model_copy(update={"eager": eager})
+    assert effective is not None
     settings: Mapping[str, Any] = effective.settings
     update: dict[str, Any] = {
         "graphs": str(settings.get("cuda_graphs")).startswith("on"),
@@ -312,15 +303,12 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     update["cpu_tokens"] = settings.get("cpu_expert_tokens", 0) if settings.get("cpu_experts") == "on" else 0
-    if "slot_bytes" in settings:  # without ring buffers the layer buffers themselves are the ring
-        layers = 1 if "buffer_bytes" in settings else settings["ring_depth"]
-        buffers = settings["ring_depth"] * settings.get("buffer_bytes", 0)
-        buffers += settings.get("expert_buffers", 0) * settings.get("expert_buffer_bytes", 0)
-        update["layer_buffers"] = (layers * settings["slot_bytes"] + buffers) / model.layer_bytes
+    if "slot_bytes" in settings:
+        depth, expert_buffers = settings["ring_depth"], settings.get("expert_buffers", 0)
+        buffers = depth * settings["buffer_bytes"] + expert_buffers * settings.get("expert_buffer_bytes", 0)
+        update["layer_buffers"] = (settings["slot_bytes"] + buffers) / model.layer_bytes
         update["kv_buffers"] = 1  # the KV cache's share of the buffers is included in `layer_buffers`
-        if "buffer_bytes" in settings and settings["ring_depth"]:
-            update["ring_depth"] = settings["ring_depth"]
-            update["expert_buffers"] = settings.get("expert_buffers", 0)
+        update |= {"ring_depth": depth, "expert_buffers": expert_buffers}
     if "kv_host_rows" in settings:
         update["kv_host_share"] = settings["kv_host_rows"] / workload.batch_size
         update["kv_on_cpu"] = str(settings["kv_attention"]).startswith("cpu")

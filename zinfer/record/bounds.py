@@ -57,17 +57,17 @@ _COUNTED = frozenset({
     "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_on_cpu_per_step",
     "cpu_expert_tokens", "unpacked_layers", "gpu_expert_layers",
 })  # fmt: skip
-_NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention"}
+_NEEDED = {"slot_bytes": ("ring_depth", "buffer_bytes"), "kv_host_rows": ("kv_attention",)}
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     for name in _COUNTED & settings.keys():
         value = settings[name]
-        if not (is_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
+        if not (is_number(value) and value >= 0):
             raise ValueError(f"{name}: {value!r:.40} is no count")
     for name, needs in _NEEDED.items():
-        if name in settings and needs not in settings:
-            raise ValueError(f"{name} without {needs}")
+        if name in settings and (lacks := [need for need in needs if need not in settings]):
+            raise ValueError(f"{name} without {lacks[0]}")
     return settings
 
 

@@ -86,8 +86,6 @@ def test_padded_rows_go_on_together_and_in_blocks(architecture: str, at_once: in
     rows = [[engine.snapshot(engine.batches[-1], 0, 5 - pad, row)] for row, pad in enumerate(pads)]
     past = RowsPast(rows, pads, 5)
     assert torch.equal(go_on(engine, token_ids, mask, past), expected)
-    with pytest.raises(EngineError, match="other rows"):
-        prefill(engine, token_ids[:2], mask[:2], past=past)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
@@ -99,8 +97,6 @@ def test_rows_with_beginnings_of_their_own_begin_together(architecture: str, che
     prefill(engine, token_ids, mask)
     batch = engine.batches[-1]
     rows = [[engine.snapshot(batch, 0, 4, 0), engine.snapshot(batch, 4, 9, 0)], [], [engine.snapshot(batch, 0, 7, 2)]]
-    assert [part.cut(1, part.length).first for part in rows[0]] == [1, 5]
-    rows[0][0] = rows[0][0].cut(0, 4)
     with pytest.raises(EngineError, match="positions 0 to 6 have not been computed"):
         engine.snapshot(batch, 0, 6, 1)
     past = RowsPast(rows, (0, 4, 2), 4)  # the second row begins there
@@ -112,10 +108,6 @@ def test_rows_with_beginnings_of_their_own_begin_together(architecture: str, che
             prefill(engine, token_ids, mask, OUTPUT_LEN, past)
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, dim=1), expected)
-    others = [(rows, (0, 4, 2), 5), (rows[:2], (0, 4), 4), ([rows[0][1:], [], []], (0, 4, 4), 4)]
-    for wrong in (RowsPast(*fields) for fields in others):
-        with pytest.raises(EngineError, match="other rows"):
-            prefill(engine, token_ids, mask, past=wrong)
 
 
 def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints) -> None:
@@ -125,13 +117,9 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
         snapshot(engine, 0, 3)
     token_ids, mask = prompts((9,))
     prefill(engine, token_ids, mask)
-    kept, rest = snapshot(engine, 0, 6), snapshot(engine, 6, 9)
+    kept = snapshot(engine, 0, 6)
     with pytest.raises(EngineError, match="positions 6 to 10 have not been computed"):
         snapshot(engine, 6, 10)
-    with pytest.raises(EngineError, match=r"9 positions .* prompt of 9"):
-        prefill(engine, token_ids, mask, past=(kept, rest))
-    with pytest.raises(EngineError, match="not in order"):
-        prefill(engine, token_ids, mask, past=(rest,))
     engine.close()
     ways: list[dict[str, Any]] = [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}]
     for options in ways:

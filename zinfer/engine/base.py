@@ -125,8 +125,8 @@ class Engine(ABC, Generic[B]):
         with them in its cache, and they are its `length`; one position at least must be left to compute. No snapshot of
         it may be closed before the first `forward` has run.
 
-        Raises EngineError for a past of other rows, and where `cannot_snapshot` gives a reason; torch.OutOfMemoryError
-        or MemoryError without room.
+        Raises EngineError for a past where `cannot_snapshot` gives a reason; torch.OutOfMemoryError or MemoryError
+        without room.
         """
 
     @abstractmethod

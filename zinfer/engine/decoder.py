@@ -193,7 +193,8 @@ class Decoder(Engine[D]):
 
     @torch.inference_mode()
     def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> D:
-        length = self._check_past(past, *attention_mask.shape)
+        if past is not None and (why_not := self.cannot_snapshot()) is not None:
+            raise EngineError(why_not)
         padded = int(attention_mask.sum(-1).min()) < attention_mask.shape[1]
         if padded and (why_not := self.cannot_pad()) is not None:
             raise EngineError(f"{why_not}: its prompts must be of one length in a batch")
@@ -208,7 +209,7 @@ class Decoder(Engine[D]):
         except BaseException:
             self.retire(batch)
             raise
-        batch.advance(length)
+        batch.advance(0 if past is None else past.length)
         return batch
 
     def _make_batch(self, mask: Tensor, capacity: int, moved: Sequence[tuple[D, Tensor]] = ()) -> D:
@@ -218,17 +219,6 @@ class Decoder(Engine[D]):
 
     def _state_of(self, cache: Cache | None) -> Any:
         return DynamicCache(config=self.model.config) if self._in_modules else cache
-
-    def _check_past(self, past: RowsPast | None, batch_size: int, length: int) -> int:
-        """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
-        if past is None:
-            return 0
-        if (why_not := self.cannot_snapshot()) is not None:
-            raise EngineError(why_not)
-        past.check(self.plan.model.num_layers, batch_size)
-        if past.length >= length:
-            raise EngineError(f"snapshots hold {past.length} positions of a prompt of {length}: one must be new")
-        return past.length
 
     @cached_property
     def _kinds_of_layers(self) -> list[Any]:

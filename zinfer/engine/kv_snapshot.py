@@ -4,13 +4,12 @@ Prefill of a position takes a pass through the whole model; to copy it back take
 can continue from the snapshot of another.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from zinfer.engine import EngineError
 from zinfer.engine.pinned import PinnedArena, lay_out
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
@@ -31,17 +30,13 @@ class KVSnapshot:
 
     @classmethod
     def of(cls, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> Self:
-        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`. They count from position `pad`."""
+        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`, to page-locked memory if `pin`. They
+        count from position `pad`."""
         states = {
             f"{index}.{half}": part[row : row + 1, :, pad + first : pad + last]
             for index, layer in enumerate(layers)
             for half, part in zip(HALVES, (layer.keys, layer.values), strict=True)
         }
-        return cls._filled(first, states, pin)
-
-    @classmethod
-    def _filled(cls, first: int, states: Mapping[str, Tensor], pin: bool) -> Self:
-        """Copy `states`, whose first position is `first`, to page-locked memory if `pin`."""
         blocks, size = lay_out(states.items())
         arena = PinnedArena(size, pin)
         kept = cls(first, arena.views(blocks), arena)
@@ -65,11 +60,6 @@ class KVSnapshot:
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__, length=length)
         return part
-
-    def cut(self, start: int, end: int) -> Self:
-        """Copy positions `start` to `end`, counted from the first. Raises MemoryError."""
-        states = {name: tensor[:, :, start:end] for name, tensor in self.states.items()}
-        return self._filled(self.first + start, states, self.pinned)
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """Copy keys or values ``[1, kv_heads, length, head_dim]`` to `device`."""
@@ -96,18 +86,6 @@ class RowsPast:
         # Heads, width and type of keys and values, as in any snapshot: all of some rows may be padding.
         states = next((part.states for parts, _ in self.rows for part in parts), {})
         self.kinds = {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
-
-    def check(self, layers: int, batch_size: int) -> None:
-        """Raise EngineError unless it is of these rows and layers, without gaps."""
-
-        def whole(parts: Sequence[KVSnapshot], pad: int) -> bool:
-            ends = [0, *(part.first + part.length for part in parts)]
-            in_order = all(part.first == end for part, end in zip(parts, ends, strict=False))
-            of_model = all(len(part.states) == 2 * layers for part in parts)
-            return in_order and of_model and ends[-1] == max(0, self.length - pad)
-
-        if len(self.rows) != batch_size or not all(whole(*row) for row in self.rows):
-            raise EngineError("the snapshots belong to other rows or another model, or are not in order")
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
         """Append the positions to `layers`, on the current stream. Until then no snapshot must be closed."""

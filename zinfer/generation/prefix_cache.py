@@ -1,7 +1,8 @@
 """Prefix cache: keys and values of earlier requests, kept in host memory for later ones that begin alike.
 
-A request reuses the longest prefix that it shares with any kept one. The tokens are a radix tree, whose nodes hold the
-keys and values of runs of tokens. The least recently used nodes are dropped first, ends before beginnings.
+A request reuses the longest prefix that it shares with any kept one. The tokens are a tree, whose nodes hold the keys
+and values of runs of tokens; a run may part from within another. The least recently used nodes are dropped first, ends
+before beginnings.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,18 +21,13 @@ from zinfer.system.host import available_bytes
 
 @dataclass(eq=False)
 class Node:
-    """Run of tokens from position `first` on; it follows its parent's."""
+    """Run of tokens from position `first` on; it follows its parent's, or the first of these."""
 
     tokens: list[int]
     first: int
     parent: "Node | None"
     kept: KVSnapshot
-    children: "dict[int, Node]" = field(default_factory=dict)  # by their first token
-
-    @property
-    def last(self) -> int:
-        """Position after the last token."""
-        return self.first + len(self.tokens)
+    children: "dict[tuple[int, int], Node]" = field(default_factory=dict)  # by first position and first token
 
 
 class PrefixCache:
@@ -43,7 +39,7 @@ class PrefixCache:
         self.held = 0  # bytes
         self.version = 0  # changes with what `matched` returns
         self._size, self._chunk, self._min_free = size, chunk, min_free
-        self._children: dict[int, Node] = {}  # first nodes, by their first token
+        self._children: dict[tuple[int, int], Node] = {}  # first nodes
         self._nodes: dict[Node, None] = {}  # the least recently used first
 
     def matched(self, tokens: Sequence[int]) -> int:
@@ -62,13 +58,11 @@ class PrefixCache:
         path = self._match(tokens)
         nodes, begin = [node for node, _ in path], sum(length for _, length in path)
         with suppress(MemoryError, EngineError, torch.OutOfMemoryError):  # the GPU needs memory for the copy, too
-            if begin < len(tokens) and nodes and nodes[-1].last > begin:
-                nodes[-1] = self._split(*path[-1])
             for first in range(begin, len(tokens), self._chunk):
                 part = list(tokens[first : first + self._chunk])
                 self._make_room(engine.plan.model.kv_bytes(1, len(part)), {*nodes})
                 self._add(part, first, nodes, engine.snapshot(batch, first, first + len(part), row))
-                begin = nodes[-1].last
+                begin = first + len(part)
         self._touch(nodes)
         return begin
 
@@ -78,44 +72,25 @@ class PrefixCache:
             self._drop(next(iter(self._nodes)))
 
     def _match(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
-        """Return the nodes of the longest kept prefix, and their matching tokens: in part of the last one alone."""
+        """Return the nodes of the longest kept prefix, and how many tokens of each match."""
         path: list[tuple[Node, int]] = []
         children, position = self._children, 0
-        while position < len(tokens) and (node := children.get(tokens[position])) is not None:
+        while position < len(tokens) and (node := children.get((position, tokens[position]))) is not None:
             path.append((node, common(node.tokens, tokens[position : position + len(node.tokens)])))
-            position += path[-1][1]
-            if position < node.last:
-                break
-            children = node.children
+            children, position = node.children, position + path[-1][1]
         return path
 
     def _add(self, tokens: list[int], first: int, path: list[Node], kept: KVSnapshot) -> None:
         parent = path[-1] if path else None
         node = Node(tokens, first, parent, kept)
-        self._siblings(node)[tokens[0]] = node
+        self._siblings(node)[first, tokens[0]] = node
         self._nodes[node] = None
         self.held += kept.nbytes
         self.version += 1
         path.append(node)
 
-    def _siblings(self, node: Node) -> dict[int, Node]:
+    def _siblings(self, node: Node) -> dict[tuple[int, int], Node]:
         return self._children if node.parent is None else node.parent.children
-
-    def _split(self, node: Node, count: int) -> Node:
-        """Split a node after its first `count` tokens, for sharing; return the node of these. Raises MemoryError."""
-        whole, first = node.kept, node.kept.cut(0, count)
-        try:
-            node.kept = whole.cut(count, len(node.tokens))
-        except MemoryError:
-            first.close()
-            raise
-        whole.close()
-        head = Node(node.tokens[:count], node.first, node.parent, first, {node.tokens[count]: node})
-        self._siblings(node)[head.tokens[0]] = head
-        node.tokens, node.first, node.parent = node.tokens[count:], node.first + count, head
-        self._nodes[head] = None
-        self.held += head.kept.nbytes + node.kept.nbytes - whole.nbytes
-        return head
 
     def _touch(self, path: Iterable[Node]) -> None:
         """Mark nodes as used now, ends before beginnings: an end is dropped first."""
@@ -138,4 +113,4 @@ class PrefixCache:
         self.version += 1
         node.kept.close()
         self.held -= node.kept.nbytes
-        del self._nodes[node], self._siblings(node)[node.tokens[0]]
+        del self._nodes[node], self._siblings(node)[node.first, node.tokens[0]]

@@ -663,21 +663,29 @@ def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.c
 
 
 def test_limits_rise_again_after_memory_fell_short() -> None:
+    """All rows wait again; a second shortage lowers the limits further."""
     whole = Limits(10_000, 40, 3000)
-    schedule, engine = Schedule(times(), whole), Engine(Abilities())
+    schedule = Schedule(times(), whole)
     schedule.add(row(key, 256, 64) for key in range(30))
-    engine.run(schedule, times())
-    batch, reserved = schedule.batches[0], sum(batch.reserved for batch in schedule.batches)
-    assert 0 < reserved < whole.positions
-    schedule.fell_short([batch])
-    lowered = schedule.limits
-    assert lowered == Limits(reserved * 4 // 5, 40, min(whole.batch_positions, batch.reserved) * 4 // 5)
 
+    def short() -> Limits:
+        Engine(Abilities()).run(schedule, times())
+        reserved = [batch.reserved for batch in schedule.batches]
+        before, rows = schedule.limits, len(schedule.running)
+        assert 0 < sum(reserved) <= before.positions
+        assert rows > 0
+        schedule.fell_short()
+        assert (schedule.running, len(schedule.waiting)) == ([], 30)
+        assert schedule.limits == Limits(
+            sum(reserved) * 4 // 5, 40, min(before.batch_positions, max(reserved)) * 4 // 5
+        )
+        return schedule.limits
+
+    assert short().positions < whole.positions
     assert calm_until(schedule, whole) > TUNED.calm
     schedule.done([], 1.0, [])
     assert schedule.limits == whole, "never above what they were at first"
-    schedule.fell_short([batch])
-    assert schedule.limits == lowered
-    schedule.fell_short([batch])  # twice in a row: once more than was too much
-    assert schedule.limits.positions == lowered.positions * 4 // 5
+    lowered = short()
+    assert short().positions < lowered.positions, "twice in a row: once more than was too much"
     assert calm_until(schedule, whole) > TUNED.calm
+    assert schedule.tally.retries == 3

@@ -338,21 +338,16 @@ class Schedule:
                 batch_positions=min(whole.batch_positions, now.batch_positions * higher // of + 1),
             )
 
-    def fell_short(self, lost: Iterable[PlannedBatch]) -> None:
-        """Lower the limits, for a while: memory was too little for all micro-batches, and `lost` had asked for it."""
+    def fell_short(self) -> None:
+        """Let all rows wait again, and lower the limits, for a while: memory was too little for the micro-batches."""
         self._whole, self._calm = self._whole or self.limits, 0
         lower, of = tuning.TUNED.lower
         positions = min(self.limits.positions, self._reserved) * lower // of
-        largest = min(self.limits.batch_positions, max((batch.reserved for batch in lost), default=1))
+        largest = min(self.limits.batch_positions, max((batch.reserved for batch in self.batches), default=1))
         self.limits = self.limits._replace(positions=positions, batch_positions=max(1, largest * lower // of))
-
-    def lost(self, batches: Iterable[PlannedBatch]) -> None:
-        """Let rows of micro-batches, whose KV cache is lost, wait again."""
-        rows: list[Sequence] = []
-        for batch in batches:
-            rows += batch.living
-            self.tally.again += batch.needed
-            self.batches = [other for other in self.batches if other is not batch]
+        self.tally.retries += 1
+        self.tally.again += sum(batch.needed for batch in self.batches)
+        rows, self.batches = self.running, []
         self.add(rows)
 
     # Shares

@@ -263,23 +263,27 @@ class ContinuousScheduler:
         works = [self._bounded(work) for work in planned]
         began = time.monotonic()
         self.gained = {}
-        if not self._carry_out(moves) or not works:  # the weights need no pass
-            return []
-        drafting = time.monotonic()
-        works, drafts = self._drafted(works)
-        computing = time.monotonic()
-        began += computing - drafting  # it says nothing of the seconds of a pass
         touched: list[Sequence] | None = None
         try:
+            for move in moves:
+                self._move(move)
+            if not works:  # the weights need no pass
+                return []
+            drafting = time.monotonic()
+            works, drafts = self._drafted(works)
+            computing = time.monotonic()
+            began += computing - drafting  # it says nothing of the seconds of a pass
             touched = self._compute(works, drafts)
             self._roll_back(works)
             if all(batch.running for batch, _ in works):  # such passes drafting must pay in
                 self.drafts.passed(time.monotonic() - computing)
-        except (torch.OutOfMemoryError, MemoryError):
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if isinstance(error, MemoryError):  # host memory is needed for what runs
+                self.prefixes.close()
             if len(self.schedule.running) <= 1:
                 raise
         if touched is None:
-            self._lose([batch for batch, _ in works])  # not within the handler, which holds what failed
+            self._begin_anew()  # not within the handler, which holds what failed
             return []
         ended = [sequence.key for sequence in touched if sequence.ended]
         self._note_computed(works)
@@ -312,8 +316,8 @@ class ContinuousScheduler:
         count = 1 + max(map(len, drafts.values()), default=0)
         return [PlannedWork(batch, count if batch.running else tokens) for batch, tokens in works], drafts
 
-    def _rest_drafts(self, batch: PlannedBatch) -> None:
-        for row in batch.living:
+    def _rest_drafts(self, rows: Iterable[Sequence]) -> None:
+        for row in rows:
             self.drafts.drafter.discard(row.key)
 
     def _roll_back(self, works: Several[PlannedWork]) -> None:
@@ -329,7 +333,9 @@ class ContinuousScheduler:
     def release(self) -> None:
         """Free the memory of sequences that have ended."""
         self._keep_noted()
-        self._carry_out([move for move in self.schedule.plan().moves if move.kind == "retire"])
+        for move in self.schedule.plan().moves:
+            if move.kind == "retire":
+                self._move(move)
 
     def end(self) -> None:
         """Discard all sequences, and free their memory. Safe to call twice."""
@@ -346,20 +352,12 @@ class ContinuousScheduler:
 
     # Moves
 
-    def _carry_out(self, moves: Several[Move]) -> bool:
-        """Make the moves before a pass; return False if a move lacked memory: it and later moves are lost."""
-        for index, move in enumerate(moves):
-            try:
-                self._move(move)
-                continue
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                if isinstance(error, MemoryError):  # host memory is needed for what runs
-                    self.prefixes.close()
-                if len(self.schedule.running) <= 1:
-                    raise
-            self._undo(moves[index:])
-            return False
-        return True
+    def _begin_anew(self) -> None:
+        """Let all rows wait again, with less memory to fill."""
+        self._rest_drafts(self.schedule.running)
+        self.schedule.fell_short()
+        self.engine.clear()
+        self.engine.give_back()
 
     def _move(self, move: Move) -> None:
         kind, batch, sources = move
@@ -374,7 +372,7 @@ class ContinuousScheduler:
             for source, _ in sources:
                 self._drop(source)  # rows that have ended
         elif kind == "yield":
-            self._rest_drafts(batch)
+            self._rest_drafts(batch.living)
             ((source, indices),) = sources
             self._keep_yielded(batch, source, indices)
             if len(indices) == _micro_batch(source).batch_size:
@@ -392,29 +390,6 @@ class ContinuousScheduler:
         micro_batch, batch.micro_batch = batch.micro_batch, None
         if micro_batch is not None:
             self.engine.retire(micro_batch)
-
-    def _undo(self, moves: Several[Move]) -> None:
-        """Give up planned moves, the first of which failed: their micro-batches are lost."""
-        for move in moves:
-            for source, _ in move.sources:
-                self._drop(source)
-            self._drop(move.batch)
-        made = [move.batch for move in moves] + [source for move in moves for source, _ in move.sources]
-        self._lose([batch for batch in dict.fromkeys(made) if batch in self.schedule.batches])
-
-    def _lose(self, batches: Several[PlannedBatch]) -> None:
-        """Requeue rows whose KV cache is lost, with less memory to fill."""
-        self.schedule.tally.retries += 1
-        if batches:
-            self.schedule.fell_short(batches)
-        for batch in batches:
-            self._rest_drafts(batch)
-            self._drop(batch)
-        live = {id(batch.micro_batch) for batch in self.schedule.batches}
-        for micro_batch in [other for other in self.engine.batches if id(other) not in live]:
-            self.engine.retire(micro_batch)
-        self.schedule.lost(batches)
-        self.engine.give_back()
 
     # Kept prefixes
 

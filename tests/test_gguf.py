@@ -31,7 +31,6 @@ from zinfer.checkpoint.headers import Checkpoint, CheckpointError  # noqa: E402
 from zinfer.checkpoint.resolve import resolve  # noqa: E402
 from zinfer.checkpoint.source import find  # noqa: E402
 from zinfer.core.model import ModelError  # noqa: E402
-from zinfer.engine import read  # noqa: E402
 from zinfer.engine.quantization.dequantize import Codes, block_codes, expand  # noqa: E402
 from zinfer.engine.state import ModelState  # noqa: E402
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack  # noqa: E402
@@ -196,13 +195,6 @@ def test_files_in_parts_and_folders_are_read(tmp_path: Path) -> None:
     parts[2].unlink()
     with pytest.raises(ModelError, match=f"{parts[2].name} is missing: it is one of the {len(parts)} parts"):
         resolve(str(parts[0]))
-
-
-def test_files_are_mapped_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ggufs.write("gemma2", tmp_path / "m.gguf", Kind.Q4_0)
-    monkeypatch.setattr(read, "available_bytes", lambda: 0)
-    check_weights(tmp_path / "m.gguf", model)
-    assert not isinstance(entries(tmp_path / "m.gguf", True)["model.layers.0.mlp.up_proj.weight"], Tensor)
 
 
 def test_a_slice_has_the_first_layers(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from tests import PATIENCE_S, Checkpoints, Patch
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
-from zinfer.engine import read
-from zinfer.engine.read import Group, map_groups, read_groups
+from zinfer.engine import pinned, read
+from zinfer.engine.read import Group, read_groups
 from zinfer.engine.state import ModelState
 
 Readers = Callable[[], list[str]]
@@ -137,15 +137,10 @@ def test_a_disk_that_fails_is_an_error_of_the_reader(readers: Readers, opened: C
     assert readers() == []
 
 
-def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(read, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(read, "PinnedArena", None)
-    for source in (read_groups, map_groups):
-        result: dict[str, Any] = {}
-        for tensors in source(opened, GROUPS):
-            result |= {name: part[...] for name, part in tensors.items() if TENSORS[name].dim()}
-        assert all(same(tensor, TENSORS[name]) for name, tensor in result.items())
-        assert len(result) == len(TENSORS) - 1
+def test_memory_that_is_short_for_two_groups_is_said(opened: Checkpoint, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(pinned, "available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="of host memory are needed"):
+        next(read_groups(opened, GROUPS))
 
 
 @pytest.mark.parametrize(

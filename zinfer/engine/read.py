@@ -8,19 +8,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError, TensorInfo
-from zinfer.engine.pinned import PinnedArena, lay_out
-from zinfer.system.host import available_bytes
+from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 
 THREADS = 16  # more than cores, since they wait for the disk most of the time
 CHUNK = 16 << 20  # bytes that a thread reads at a time
@@ -50,18 +48,18 @@ _NOT_FINITE: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 
 
-def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
+def read_groups(
+    checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()
+) -> Generator[dict[str, Tensor]]:
     """Yield the tensors of each group, by name, until the next request.
 
-    They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
-    tensors come as from `map_groups`. Each of `visits` gets all bytes of a group's tensors before the group comes, in
-    the threads that read them; an exception of a visit is raised in this thread.
+    They lie in one of two buffers while threads fill the other. Each of `visits` gets all bytes of a group's tensors
+    before the group comes, in the threads that read them; an exception of a visit is raised in this thread. Raises
+    MemoryError, with advice, where the buffers have no room.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
-    if 4 * largest > available_bytes():  # the system can drop a mapped file's pages when memory is short, not buffers
-        yield from map_groups(checkpoint, groups, visits)
-        return
+    check_free(2 * largest)
     buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # new memory is slow
 
     with reading() as pool:
@@ -90,28 +88,13 @@ def ahead(begin: Callable[[Item], Begun], items: Iterable[Item], count: int) -> 
     yield from under_way
 
 
-def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group as slices of mapped files. They may be kept, and are read when used."""
-    for group in groups:
-        with reading() as pool:
-            for name in group if visits else ():
-                info = checkpoint.tensors[name]
-                for job in fill(pool, info.end - info.start, info.file, info.start, [partial(v, name) for v in visits]):
-                    job.result()
-        with ExitStack() as stack:
-            infos = {name: checkpoint.tensors[name] for name in group}
-            if checkpoint.architecture:  # a GGUF
-                yield {name: _mapped(name, info) for name, info in infos.items()}
-                continue
-            files = {info.file for info in infos.values()}
-            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
-            yield {name: readers[info.file].get_slice(name) for name, info in infos.items()}
-
-
-def _mapped(name: str, info: TensorInfo) -> Tensor:
-    shape, dtype = info.shape, empty_tensor(name, info).dtype
-    content: Any = np.memmap(info.file, np.uint8, "c", info.start, (info.nbytes,))
-    return torch.from_numpy(content).view(dtype).view(shape)
+def visit_tensors(checkpoint: Checkpoint, names: Iterable[str], visit: Visit) -> None:
+    """Have threads read all bytes of tensors for `visit`, as `read_groups` does."""
+    with reading() as pool:
+        for name in names:
+            info = checkpoint.tensors[name]
+            for job in fill(pool, info.end - info.start, info.file, info.start, [partial(visit, name)]):
+                job.result()
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:

@@ -496,9 +496,7 @@ class _Stored:
         weights = {name: stored(name) for name in names if name not in self._quantized}
         for name in names:
             if (weight := self._quantized.get(name)) is not None:
-                parts = {role: stored(part) for role, part in weight.parts.items()}
-                tensors = {role: part if isinstance(part, Tensor) else part[...] for role, part in parts.items()}
-                weights[name] = dequantize(weight, tensors)
+                weights[name] = dequantize(weight, {role: stored(part) for role, part in weight.parts.items()})
         return weights
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:

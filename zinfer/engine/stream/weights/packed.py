@@ -29,7 +29,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import PinnedArena, TensorPlace, check_free
-from zinfer.engine.read import DTYPES, ahead, as_bytes, fill, map_groups, reading
+from zinfer.engine.read import DTYPES, ahead, as_bytes, fill, reading, visit_tensors
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.weights import codec, disk
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
@@ -252,9 +252,9 @@ def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progres
     for name in content.tensors.keys() & checkpoint.tensors.keys():
         files.setdefault(checkpoint.tensors[name].file, []).append(name)
     sums = _Sums()
-    groups = [tuple(sorted(names)) for _, names in sorted(files.items())]
-    for done, _ in enumerate(map_groups(checkpoint, groups, [sums]), start=1):
-        progress("comparing the checkpoint with its packed layers", done / len(groups))
+    for done, (_, names) in enumerate(sorted(files.items()), start=1):
+        visit_tensors(checkpoint, sorted(names), sums)
+        progress("comparing the checkpoint with its packed layers", done / len(files))
     now_stored = sums.tensors
     for name, checksum in content.tensors.items():
         if now_stored.get(name) != checksum:

@@ -53,7 +53,7 @@ def like(directory: Path, target: Path, noise: float) -> Path:
 
 def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with the engine's draft model, whose drafts are free."""
-    patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(PassTimes, "room", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     return begin(engine, **settings)
 

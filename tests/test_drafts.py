@@ -62,7 +62,7 @@ def answers(engine: Engine, rows: Sequence[sequence.Sequence]) -> Answers:
 
 def drafting(engine: Engine, patch: Patch, expected: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with an `Oracle`. Any number of drafts hides behind the link."""
-    patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(PassTimes, "room", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     return begin(engine, drafter=Oracle(expected, wrong), **settings)
 
@@ -184,7 +184,7 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, monk
     words.ends = frozenset({Counter(token for row in whole for token in row.output_ids[1:]).most_common(1)[0][0]})
     runs: list[list[sequence.Sequence]] = []
     for drafter in (None, Oracle(expected, 0.2)):
-        monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
+        monkeypatch.setattr(PassTimes, "room", lambda *_: 1000)
         running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
         runs.append(run(running, [rows()]))
         running.end()
@@ -208,7 +208,7 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, monkeypa
     expected = dict(answers(engine, first))
     second = [sequence.Sequence([*prompt, *answer[:-1]], 6, key=10 + key) for key, (prompt, answer) in expected.items()]
     expected |= answers(engine, second)
-    monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
+    monkeypatch.setattr(PassTimes, "room", lambda *_: 1000)
     running = keeping(engine, monkeypatch, drafter=Oracle(expected, 0.3))
     finished = run(running, [first])
     finished += run(running, [second])

@@ -72,16 +72,9 @@ class PassTimes:
         return max(self.link_s, self.work_seconds(load))
 
     def room(self, load: PassLoad) -> int:
-        """Return how many prompt tokens hide behind the link, next to `load`; none if launching takes as long."""
+        """Return how many tokens more hide behind the link, next to `load`: of prompts, or drafts."""
         if not self._prompt_s:
             return self.tokens
-        return 0 if self.launch_seconds(load) > self.link_s else self._hidden_tokens(load)
-
-    def room_for_drafts(self, load: PassLoad) -> int:
-        """Return how many tokens more hide behind the link, next to `load`. Running rows have them."""
-        return self._hidden_tokens(load) if self._prompt_s else 1 << 30
-
-    def _hidden_tokens(self, load: PassLoad) -> int:
         return max(0, int((self.link_s - self.compute_seconds(load)) / self._prompt_s))
 
     def tokens_in(self, seconds: float) -> int:

@@ -78,33 +78,29 @@ def choose(
     are the tokens that each row's output has so far; rows of `edited` have their logits changed before."""
     ids, finite = greedy(logits)
     size = max(1, CHUNK // logits.shape[-1])
-    kinds: dict[tuple[bool, ...], list[int]] = {}  # one by one: neighbours do not change how a row is sampled
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}  # one by one: neighbours do not change how a row is sampled
     for row, sampling in enumerate(samplings):
-        if sampling.temperature > 0:
-            limited = sampling.top_k > 0 or sampling.min_p > 0
-            kinds.setdefault((row in edited, True, sampling.top_p < 1, limited), []).append(row)
-        elif row in edited:
-            kinds.setdefault((True, False), []).append(row)
-    for (edits, drawn, *limits), alike in kinds.items():
+        drawn = sampling.temperature > 0
+        if drawn or row in edited:
+            kinds.setdefault((row in edited, drawn, sampling.top_p < 1), []).append(row)
+    for (edits, drawn, nucleus), alike in kinds.items():
         for start in range(0, len(alike), size):
             part = alike[start : start + size]
             rows = to_device(torch.tensor(part), logits.device)
             values = edit(logits[rows], [edited[row] for row in part]) if edits else logits[rows]
             if drawn:
-                ids[rows] = _draw(values, [samplings[row] for row in part], [places[row] for row in part], *limits)
+                ids[rows] = _draw(values, [samplings[row] for row in part], [places[row] for row in part], nucleus)
             else:
                 ids[rows] = values.argmax(-1)
     return ids, finite
 
 
-def distribution(
-    logits: Tensor, samplings: Sequence[Sampling], nucleus: bool = True, limited: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def distribution(logits: Tensor, samplings: Sequence[Sampling], nucleus: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return probabilities to draw by, float32 ``[n, V]``; their order if sorted.
 
     As in vLLM, `top_p` is a share of what `min_p` and `top_k` leave (Holtzman et al. 2020, arXiv:1904.09751; Nguyen et
     al. 2024, arXiv:2407.01082), and of equal tokens at the edge of `top_k` all stay. Without `nucleus` no row has a
-    `top_p`, without `limited` none has the others. Those of a nucleus do not add up to 1.
+    `top_p`. Those of a nucleus do not add up to 1.
     """
 
     def column(values: list[float]) -> Tensor:
@@ -112,15 +108,14 @@ def distribution(
 
     best = logits.max(-1, keepdim=True).values.float()
     scaled = (logits.float() - best) / column([max(sampling.temperature, 1e-6) for sampling in samplings])
-    if limited:
-        lowest = column([sampling.min_p for sampling in samplings]).log()
-        size = logits.shape[-1]
-        if count := min(max(sampling.top_k for sampling in samplings), size):
-            last = [(min(sampling.top_k, size) or count) - 1 for sampling in samplings]
-            edge = scaled.topk(count, dim=-1).values.gather(-1, to_device(torch.tensor(last), logits.device)[:, None])
-            every = to_device(torch.tensor([sampling.top_k == 0 for sampling in samplings]), logits.device)[:, None]
-            lowest = torch.maximum(lowest, edge.masked_fill_(every, -torch.inf))
-        scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
+    lowest = column([sampling.min_p for sampling in samplings]).log()
+    size = logits.shape[-1]
+    if count := min(max(sampling.top_k for sampling in samplings), size):
+        last = [(min(sampling.top_k, size) or count) - 1 for sampling in samplings]
+        edge = scaled.topk(count, dim=-1).values.gather(-1, to_device(torch.tensor(last), logits.device)[:, None])
+        every = to_device(torch.tensor([sampling.top_k == 0 for sampling in samplings]), logits.device)[:, None]
+        lowest = torch.maximum(lowest, edge.masked_fill_(every, -torch.inf))
+    scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
     kept, order = torch.softmax(scaled, dim=-1), None
     if nucleus:
         kept, order = kept.sort(dim=-1, descending=True)
@@ -130,9 +125,9 @@ def distribution(
     return kept, order
 
 
-def _draw(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int], *limits: bool) -> Tensor:
-    """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. `limits` are `distribution`'s, for all rows."""
-    kept, order = distribution(logits, samplings, *limits)
+def _draw(logits: Tensor, samplings: Sequence[Sampling], places: Sequence[int], nucleus: bool) -> Tensor:
+    """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. `nucleus` is `distribution`'s, for all rows."""
+    kept, order = distribution(logits, samplings, nucleus)
     times = waiting_times(samplings, places, logits.shape[-1], logits.device)
     if order is not None:
         times = times.gather(-1, order)

@@ -225,7 +225,6 @@ class Schedule:
     _debt: float = 0.0  # cost of free rows so far, in passes, where prompts have a pass of their own
     _whole: Limits | None = None  # limits before memory fell short
     _calm: int = 0  # passes since then, or since the limits last rose
-    _crowd: int = 1 << 62  # rows that had no room to grow
     _used: NDArray[Any] | None = None  # positions taken at `_TIMES`, with the rows that the plan admits so far
 
     def __post_init__(self) -> None:
@@ -512,7 +511,6 @@ class Schedule:
             rows = max(others, key=lambda other: (not other.running, other.max_remaining)).living
         self.tally.yielded += len(rows)
         self._give_up(moves, rows)
-        self._crowd = len(self.running)  # none begins before one ends
 
     # Prompts
 
@@ -617,13 +615,9 @@ class Schedule:
         """Begin a micro-batch of waiting rows of like length; None if there is no room. A row is begun whatever its
         length if it is `alone`; `begun` tells whether the pass has other prompts."""
         able, tuned = self.able, tuning.TUNED
-        running = len(self.running)
-        free_rows = self.limits.rows - running
+        free_rows = self.limits.rows - len(self.running)
         if not self.waiting or free_rows < 1 or (able.moves_rows is False and not able.one_pass and self.batches):
             return None
-        if running >= self._crowd:
-            return None
-        self._crowd = 1 << 62
         fresh = self._next.length - self.reusable(self._next)
         prompt_floor = tuned.min_prompt_tokens * (tuned.further_batch if begun else 1)
         min_tokens = prompt_floor if able.chunks else self.times.tokens

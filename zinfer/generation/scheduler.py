@@ -53,12 +53,11 @@ Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come n
 
 class DecodeLoop:
     """The decode loop: a batch that is started, stepped and ended. `tokens` are the ids chosen last, ``[B]``, on the
-    device; `steps` counts the decode steps since the prefill. A batch whose pass or sampler raises is ended."""
+    device. A batch whose pass or sampler raises is ended."""
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
         self.engine, self._sampler = engine, sampler
         self._batch: MicroBatch | None = None
-        self.steps = 0
         self.tokens: Tensor
 
     @property
@@ -73,12 +72,11 @@ class DecodeLoop:
         is room for `reserve` further tokens; `past` holds first positions of the prompts. Raises the errors of
         `Engine.admit` and `Engine.forward`."""
         self.end()
-        self._batch, self.steps = self.engine.admit(mask, token_ids.shape[1] + reserve, past), 0
+        self._batch = self.engine.admit(mask, token_ids.shape[1] + reserve, past)
         return self._forward(to_device(token_ids[:, self.batch.length :], self.engine.device))
 
     def step(self) -> Tensor:
         """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``."""
-        self.steps += 1
         return self._forward(self.tokens[:, None])
 
     def end(self) -> None:
@@ -309,7 +307,7 @@ class ContinuousScheduler:
         if (last := plan.model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in rows.values()), default=0))
         limits = {key: min(max_drafts, row.left - 1) for key, row in rows.items()}
-        room = self.schedule.times.room_for_drafts(load_of_pass(works))
+        room = self.schedule.times.room(load_of_pass(works))
         drafts = self.drafts.propose(rows, limits, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
         if self._one_length:
             drafts = {key: tokens for batch in running for key, tokens in _as_short(batch, drafts).items()}

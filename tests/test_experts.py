@@ -347,20 +347,8 @@ def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
 # The cache's order
 
 
-def test_least_recently_used_experts_make_room_first() -> None:
-    cached = ExpertCache("lru")
-    for expert in (0, 1, 2, 0):
-        assert cached.insert((0, expert), 3) is None
-    assert cached.insert((1, 0), 3) == (0, 1)
-    assert cached.insert((1, 1), 3) == (0, 2)
-    assert set(cached) == {(0, 0), (1, 0), (1, 1)}
-    cached.clear()
-    assert cached.insert((0, 0), 0) == (0, 0)
-    assert len(cached) == 0
-
-
 def test_experts_used_most_stay_until_their_uses_are_old() -> None:
-    cached = ExpertCache("lfu")
+    cached = ExpertCache()
     often, seldom, new = (0, 0), (0, 1), (0, 2)
     for key in (*[often] * 5, *[seldom] * 2):
         assert cached.insert(key, 2) is None
@@ -374,14 +362,13 @@ def test_experts_used_most_stay_until_their_uses_are_old() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(policy=st.sampled_from(["lru", "lfu"]), uses=st.lists(st.integers(0, 9), max_size=400))
-def test_the_order_survives_any_use(policy: Any, uses: list[int]) -> None:
-    cached = ExpertCache(policy)
+@given(uses=st.lists(st.integers(0, 9), max_size=400))
+def test_the_order_survives_any_use(uses: list[int]) -> None:
+    cached = ExpertCache()
     for number, expert in enumerate(uses):
         key = (0, expert)
         evicted = cached.insert(key, 4)
         assert (evicted == key) == (key not in cached)
-        assert policy == "lfu" or evicted != key
         if number % 7 == 0:
             cached.next_pass()
         assert len(cached) <= 4
@@ -394,7 +381,7 @@ def test_the_order_survives_any_use(policy: Any, uses: list[int]) -> None:
 class Bench:
     """Pool for `layers` layers of `count` experts. `queues` watches its copies and reads."""
 
-    def __init__(self, layers: int, count: int, queues: FakeQueues, patch: Patch, policy: Any = "lru") -> None:
+    def __init__(self, layers: int, count: int, queues: FakeQueues, patch: Patch) -> None:
         self.queues, self.layers, self.count = queues, layers, count
         self.modules = [nn.Module() for _ in range(layers)]
         self.weights: list[dict[str, Tensor]] = []
@@ -417,7 +404,6 @@ class Bench:
         source = MemorySource(self.arena, dense, packed)
         self.ring = PrefetchRing(source, 3, CPU, queues)
         self.pool = ExpertPool(source, CPU, self.ring)
-        self.pool._cache = ExpertCache(policy)
         real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 
         self.writes = self.unpacked = 0  # calls
@@ -506,7 +492,6 @@ def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, m
     staging=st.integers(1, 5),
     cached=st.integers(0, 9),
     run=st.integers(1, 4),
-    policy=st.sampled_from(["lru", "lfu"]),
     passed=st.lists(st.booleans(), max_size=90),
     passes=st.lists(
         st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4)), max_size=8
@@ -517,7 +502,6 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     staging: int,
     cached: int,
     run: int,
-    policy: Any,
     passed: list[bool],
     passes: list[tuple[bool, list[list[int]]]],
 ) -> None:
@@ -525,7 +509,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     with Patch.context() as patch:
         patch.setattr(packed_experts, "PART_BYTES", 40)
         patch.setattr(packed_experts, "RUN_BYTES", run * 768)
-        bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
+        bench = Bench(3, count, FakeQueues(passed=passed), patch)
         bench.pool.resize(staging, cached)
         for scanning, calls in passes:
             bench.pool.begin(scanning)

@@ -100,7 +100,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(ben
 
 
 def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(bench: Bench) -> None:
-    """A second conversation parts from the first within a node, which stays with it; other ends go before that."""
+    """A second conversation parts from the first within a node. That stays with it; other ends go before."""
     cache = bench.cache(positions=50, chunk=8)
     bench.check(cache, TOKENS[:20], 0)
     other = [*TOKENS[:13], *TOKENS[29:13:-1]]

@@ -438,7 +438,8 @@ def routings() -> str:
     """Return the table of the routing study, and its verdict."""
     run = study.last(RESULTS, "routing")
     text = "" if run.text is None else f"; {run.text.tokens:,} tokens of {run.text.name}"
-    return f"{last_study('routing')}\n\n{wrapped(f'({run.about}{text}.) {show(run).notes[0]}')}"
+    notes = " ".join([f"({run.about}{text}.)", *show(run).notes])
+    return f"{last_study('routing')}\n\n{wrapped(notes)}"
 
 
 def exit_codes() -> str:

@@ -230,9 +230,9 @@ def _reuse(run: Study) -> Shown:
     )
 
 
-def hits(run: Study, policy: str, experts: int) -> float:
+def hits(run: Study, experts: int) -> float:
     """Return a cache's hit rate at the next smaller measured size."""
-    rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
+    rows = [row for row in run.of(Hits) if row.policy == "lfu" and row.experts <= experts and row.batch_size == 1]
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 
 
@@ -243,22 +243,18 @@ def sizes(run: Study) -> tuple[int, ...]:
 
 def _routing(run: Study) -> Shown:
     every = (run.num_layers or 0) * (run.num_experts or 0)
-    cells = [
-        (f"{size / every:.0%}", str(size), *(f"{hits(run, policy, size):.1%}" for policy in study.POLICIES))
-        for size in sizes(run)
-    ]
-    won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
-    summary = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
+    cells = [(f"{size / every:.0%}", str(size), f"{hits(run, size):.1%}") for size in sizes(run)]
+    summary = []
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
     if touched := run.of(study.Touched):
         size, share = touched[-1].batch_size, touched[-1].share
         random = 1 - (1 - chance) ** size
-        summary += f" A step of {size} tokens touches {share:.0%} of the experts; at random, {random:.0%}."
+        summary = [f"A step of {size} tokens touches {share:.0%} of the experts; at random, {random:.0%}."]
     return Shown(
         "Experts that a text needs",
         f"{run.model}: {run.about}",
         "Hits: share of the needs that a cache of that size meets.",
-        ("cache", "#experts", "#hits with lru", "#hits with lfu"),
+        ("cache", "#experts", "#hits"),
         cells,
-        (summary,),
+        (*summary,),
     )

@@ -30,8 +30,8 @@ class KVSnapshot:
 
     @classmethod
     def of(cls, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> Self:
-        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`, to page-locked memory if `pin`. They
-        count from position `pad`."""
+        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`. They count from position `pad`, and go
+        to page-locked memory if `pin`."""
         states = {
             f"{index}.{half}": part[row : row + 1, :, pad + first : pad + last]
             for index, layer in enumerate(layers)

@@ -72,7 +72,7 @@ class PrefixCache:
             self._drop(next(iter(self._nodes)))
 
     def _match(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
-        """Return the nodes of the longest kept prefix, and how many tokens of each match."""
+        """Return the longest kept prefix: its nodes, and the tokens of each."""
         path: list[tuple[Node, int]] = []
         children, position = self._children, 0
         while position < len(tokens) and (node := children.get((position, tokens[position]))) is not None:

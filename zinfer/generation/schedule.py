@@ -338,7 +338,7 @@ class Schedule:
             )
 
     def fell_short(self) -> None:
-        """Let all rows wait again, and lower the limits, for a while: memory was too little for the micro-batches."""
+        """Let all rows wait again, with lower limits for a while."""
         self._whole, self._calm = self._whole or self.limits, 0
         lower, of = tuning.TUNED.lower
         positions = min(self.limits.positions, self._reserved) * lower // of

@@ -31,8 +31,7 @@ StudyName = Literal["codec", "accuracy", "reuse", "routing"]
 KIND = "study"  # of a line that holds a run; those of zinfer 0.1 begin so
 Share = Annotated[float, Field(ge=0, le=1)]
 Along = Literal["own", "text"]
-ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: not used for longest, or used least
-POLICIES: tuple[ExpertPolicy, ...] = ("lru", "lfu")
+ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: used least, or in old records for longest not
 
 
 class StudyError(ZinferError):
@@ -139,7 +138,7 @@ class Reload(Frozen):
 class Hits(Frozen):
     """Hit rate of a cache of `experts` experts of all layers (`routing`)."""
 
-    policy: ExpertPolicy
+    policy: ExpertPolicy = "lfu"
     experts: Count
     hits: Share  # of all experts that layers chose for tokens, those that were on the device already
     batch_size: AtLeastOne = 1  # tokens of a step

@@ -5,7 +5,6 @@ the cache, as requests do; a step of several rows has a token of as many places 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.experts.modules import routed_experts
-from zinfer.engine.stream.experts.pool import ExpertCache, Policy
+from zinfer.engine.stream.experts.pool import ExpertCache
 from zinfer.generation.tokenizer_process import TokenizerProcess, windows
 from zinfer.plan.bytes import whole_tokens
-from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched
+from zinfer.record.study import Hits, Study, StudyError, Text, Touched
 from zinfer.worker import process
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # sizes of a cache, as shares of all experts
@@ -56,9 +55,9 @@ def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:
     ]
 
 
-def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
+def replay(steps: Iterable[Step], room: int) -> float:
     """Return the hit rate of a cache of `room` experts."""
-    cache, hits, needs = ExpertCache(policy), 0, 0
+    cache, hits, needs = ExpertCache(), 0, 0
     for step in steps:
         cache.next_pass()
         for layer, experts in step:
@@ -109,13 +108,11 @@ def measure(
     assert watched is not None
     every = len(watched.chosen) * watched.count
     sizes = dict.fromkeys(max(1, round(share * every)) for share in SHARES)
-    rows, touched = [], []
+    rows, touched = list[Hits](), []
     largest = min(whole_tokens(spec) - 1, len(steps))  # of steps that bring experts on demand
     for batch_size in sorted({1 << power for power in range(largest.bit_length())} | {max(1, largest)}):
         batches = side_by_side(steps, batch_size)
-        for size, policy in product(sizes, POLICIES):
-            hits = replay(batches, policy, size)
-            rows.append(Hits(policy=policy, experts=size, hits=hits, batch_size=batch_size))
+        rows += [Hits(experts=size, hits=replay(batches, size), batch_size=batch_size) for size in sizes]
         if batch_size > 1:
             needs = sum(len(experts) for step in batches for _, experts in step)
             touched.append(Touched(batch_size=batch_size, share=needs / (len(batches) * every)))

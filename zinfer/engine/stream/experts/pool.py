@@ -19,7 +19,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +40,14 @@ from zinfer.engine.stream.weights.source import MemorySource
 
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
 
-Policy = Literal["lru", "lfu"]
-
 
 class ExpertCache:
-    """Experts that stay on the device, in their order of eviction. Policy `lru` evicts the one not used for longest,
-    `lfu` the one used least, each use weighted by its age: after `HALF_LIFE` passes it counts half. With `lfu` an
-    expert used less than all that stay is rejected."""
+    """Experts that stay on the device, in their order of eviction: the one used least goes first. Each use is weighted
+    by its age, and counts half after `HALF_LIFE` passes. An expert used less than all that stay is rejected."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._ranks: dict[Key, float] = {}  # of all experts ever used; the lowest goes first
+    def __init__(self) -> None:
+        # Of all experts ever used, log2 of the weighted uses, had they been weighted at pass 0: ages alike for all
+        self._ranks: dict[Key, float] = {}
         self._inside: set[Key] = set()
         self._order: list[tuple[float, int, Key]] = []  # a heap; entries of an earlier rank are stale
         self._uses = self._passes = 0
@@ -95,12 +92,8 @@ class ExpertCache:
 
     def _use(self, key: Key) -> None:
         self._uses += 1
-        rank = float(self._uses)
-        if self._policy == "lfu":  # log2 of the weighted uses, had they been weighted at pass 0: ages alike for all
-            now = self._passes / HALF_LIFE
-            before = self._ranks.get(key)
-            rank = now if before is None else log2(2 ** (before - now) + 1) + now
-        self._ranks[key] = rank
+        now, before = self._passes / HALF_LIFE, self._ranks.get(key)
+        self._ranks[key] = now if before is None else log2(2 ** (before - now) + 1) + now
         if key in self._inside:
             self._add(key)
 
@@ -166,7 +159,7 @@ class ExpertPool:
         size = max(packed.unpacked_bytes for packed in layers.values())
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
-        self._cache = ExpertCache("lfu")
+        self._cache = ExpertCache()
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
         self._places: dict[int, tuple[Tensor, int] | None] = {}  # by layer whose experts all stay: where codes are
         self._hits = 0  # experts that a token of a pass has

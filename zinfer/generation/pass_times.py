@@ -29,7 +29,6 @@ class PassTimes:
     ) -> None:
         tuned = tuning.TUNED
         self.tokens, self.joins, self._warming = placement.pass_tokens, joins, tuned.warm_up
-        self._layers = model.num_layers
         self._recent: list[tuple[PassLoad, float]] = []
         self._prompt_s = self._row_s = self._position_s = self._read_s = self._unpack_s = self.link_s = 0.0
         self._launch_s = self._joined_s = 0.0
@@ -99,17 +98,6 @@ class PassTimes:
     def _batch_s(self) -> float:
         """Seconds that one more micro-batch on the device adds to a pass; 0 if the plan does not know."""
         return self._joined_s if self.joins else max(self._launch_s, self._read_s)
-
-    def merge_gain(self, positions: int, added: int, left: int, other: int) -> float:
-        """Return the seconds saved by merging two micro-batches. Their rows get up to `left` and `other` more tokens.
-        Reading the `added` positions of padding costs, and copying all `positions` now, and again when the rows that
-        end first leave a gap."""
-        each, tuned = self._batch_s, tuning.TUNED
-        if not each:  # not known: fewer micro-batches are better
-            return 1.0
-        copies = 1 if left == other else 2
-        copying = copies * (tuned.copy_cost * self._position_s * positions + tuned.move_s * self._layers)
-        return min(left, other) * (each - self._position_s * added) - copying
 
     def observe(self, load: PassLoad, seconds: float) -> None:
         """Correct the seconds by a measured pass: by the latest passes' median ratio."""

@@ -441,23 +441,15 @@ class Schedule:
         return min(capacity, -(-(length + 1 + self.ahead) // self.step) * self.step + self.step // 2)
 
     def _compact(self, moves: list[Move]) -> None:
-
-        def waste(batch: PlannedBatch) -> int:
-            rows, length = batch.compact
-            return batch.positions - rows * length
-
         tuned = tuning.TUNED
-        decoding = [batch for batch in self.batches if batch.running]
-        read, needed = sum(batch.positions for batch in decoding), sum(batch.needed for batch in decoding)
-        for batch in sorted(decoding, key=waste, reverse=True):
-            gain = waste(batch)
-            alone, share = tuned.host_waste if batch.on_host else tuned.draft_waste if self.ahead else tuned.waste
-            if gain > alone * batch.positions or (gain and read - needed > share * read):
-                read -= gain
+        for batch in [other for other in self.batches if other.running]:
+            rows, length = batch.compact
+            share = tuned.host_waste if batch.on_host else tuned.draft_waste if self.ahead else tuned.waste
+            if batch.positions - rows * length > share * batch.positions:
                 self._move_rows(moves, [batch])
 
     def _merge(self, moves: list[Move]) -> None:
-        """Merge neighbours in length if it pays, or micro-batches are too many."""
+        """Merge neighbours in length: of many while it adds little padding, of too many."""
         tuned, one_pass = tuning.TUNED, self.able.one_pass
         max_batches, max_on_host = (self.times.max_batches, self.times.max_host_batches) if one_pass else (1, 1)
         few = min(tuned.few_batches, max_batches)
@@ -466,19 +458,18 @@ class Schedule:
             on_host = sum(batch.on_host for batch in running)
             if len(running) - on_host <= few and on_host <= max_on_host:
                 return
-            ordered = [(batch, *batch.compact, batch.max_remaining) for batch in running]
+            ordered = [(batch, *batch.compact) for batch in running]
             ordered.sort(key=lambda row: (row[0].on_host, row[2]))
-            read = sum(rows * length for _, rows, length, _ in ordered)
+            read = sum(rows * length for _, rows, length in ordered)
             padded = read - sum(batch.needed for batch in running)
             best: tuple[int, tuple[PlannedBatch, PlannedBatch]] | None = None
-            for (shorter, rows, length, left), (other, more, longer, other_left) in pairwise(ordered):
-                count, bound = (on_host, max_on_host) if shorter.on_host else (len(running) - on_host, max_batches)
-                if shorter.on_host != other.on_host or count <= (max_on_host if shorter.on_host else few):
+            for (shorter, rows, length), (other, more, longer) in pairwise(ordered):
+                count, bound = (on_host, max_on_host) if shorter.on_host else (len(running) - on_host, few)
+                if shorter.on_host != other.on_host or count <= bound:
                     continue
                 added = rows * (longer - length)
-                gain = self.times.merge_gain((rows + more) * longer, added, left, other_left)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.batch_positions
-                if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
+                if fits and (best is None or added < best[0]):
                     best = added, (shorter, other)
             if best is None:
                 return

@@ -32,10 +32,10 @@ class Tuning:
     reuse_slack: int = 64  # tokens by which rows that reuse kept prefixes may differ besides
     scored_logits: int = 1 << 27  # logits of a micro-batch that a pass keeps for scores: 512 MB of float32
 
-    # Padding, as shares of positions: of the worst micro-batch, and of all, before the worst is compacted
-    waste: tuple[float, float] = 0.08, 0.05
-    host_waste: tuple[float, float] = 0.25, 0.2  # of micro-batches in host memory, which are slow to move
-    draft_waste: tuple[float, float] = 0.2, 0.12  # with drafts, each pass of which leaves gaps
+    # Padding, as a share of positions
+    waste: float = 0.08  # of a micro-batch before it is compacted
+    host_waste: float = 0.25  # of one in host memory, which is slow to move
+    draft_waste: float = 0.2  # with drafts, each pass of which leaves gaps
     merged_waste: float = 0.04  # of all, after a merge
     draft_gaps: int = 2  # passes of drafts that are all wrong, for which a micro-batch has room
     draft_slack: float = 0.5  # room for forgotten drafts where it cannot be made later, over the tokens to come
@@ -45,8 +45,6 @@ class Tuning:
     many_batches: int = 20  # merged above this number anyway
     batches_share: float = 0.6  # of the link's seconds, in which the micro-batches of a pass may read the weights
     merges: int = 4  # in one pass: each copies the rows of two micro-batches
-    copy_cost: int = 12  # positions that a decode step reads in the time in which one is moved
-    move_s: float = 1e-3  # seconds a layer to take memory and launch copies
 
     # Seconds of a pass: first guesses, which measured passes correct
     launch_s: float = 0.8e-3  # in which the CPU launches a layer

@@ -7,6 +7,7 @@ from typing import Any
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.requests import RequestLoad
+from zinfer.record.bounds import ExpertPolicy
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Coded, Deviation, Hits, Position, Rate, Reload, Study
@@ -168,10 +169,11 @@ def accuracy_run(**fields: Any) -> Study:
 
 def routing_run(**fields: Any) -> Study:
     """An old run of `zinfer study routing`, of two caches."""
+    policies: tuple[ExpertPolicy, ...] = ("lru", "lfu")
     rows = tuple(
         Hits(policy=policy, experts=size, hits=share)
         for size, shares in ((4, (0.4, 0.5)), (8, (0.8, 0.7)))
-        for policy, share in zip(("lru", "lfu"), shares, strict=True)
+        for policy, share in zip(policies, shares, strict=True)
     )
     given: dict[str, Any] = {
         "study": "routing", "machine": "h100", "device": "CPU", "model": "m", "about": "drawn", "num_layers": 2,

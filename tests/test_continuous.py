@@ -87,7 +87,7 @@ def tune(patch: Patch, **values: Any) -> None:
 
 def small(patch: Patch, budget: int = 17) -> None:
     """Make decisions that are made for thousands of tokens with few."""
-    tune(patch, min_prompt_tokens=6, further_batch=1, few_batches=2, many_batches=3)
+    tune(patch, min_prompt_tokens=6, few_batches=2, many_batches=3)
     patch.setattr(PassTimes, "room", lambda *_: budget)
     patch.setattr(PassTimes, "tokens", budget, raising=False)
 
@@ -212,7 +212,7 @@ def test_a_shortage_of_memory_costs_no_sequence(verb: str, checkpoint: Checkpoin
     rows = alike(10, 9, 12)
     limits = [row.left for row in rows]
     before = running.schedule.limits.positions
-    tune(monkeypatch, min_prompt_tokens=6, further_batch=1, few_batches=2, many_batches=3, calm=1)
+    tune(monkeypatch, min_prompt_tokens=6, few_batches=2, many_batches=3, calm=1)
     finished = run(running, [rows[:6], rows[6:]])
     assert calls > 4
     assert min(seen) < before

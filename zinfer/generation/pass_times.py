@@ -114,8 +114,6 @@ class PassTimes:
             self.link_s *= min(2.0, max(0.5, seconds / self.link_s)) ** 0.25
         elif work > self.link_s or seconds > tuning.TUNED.hidden * self.link_s:  # the work's show
             self._scale(load, min(2.0, max(0.5, seconds / work)) ** 0.5)
-        elif work > 0.9 * self.link_s and seconds < 1.02 * self.link_s:  # it was hidden: there may be room for more
-            self._scale(load, 0.98)
 
     def _scale(self, load: PassLoad, factor: float) -> None:
         """Scale the seconds that bound a pass with `load`: of launches, or of computing."""

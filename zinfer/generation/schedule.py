@@ -453,7 +453,7 @@ class Schedule:
         tuned, one_pass = tuning.TUNED, self.able.one_pass
         max_batches, max_on_host = (self.times.max_batches, self.times.max_host_batches) if one_pass else (1, 1)
         few = min(tuned.few_batches, max_batches)
-        for _ in range(tuned.merges if one_pass else 1 << 20):
+        while True:
             running = [batch for batch in self.batches if batch.running]
             on_host = sum(batch.on_host for batch in running)
             if len(running) - on_host <= few and on_host <= max_on_host:
@@ -543,7 +543,7 @@ class Schedule:
 
         def admit(tokens: int, alone: bool) -> bool:
             nonlocal budget
-            work = self._admit(moves, tokens, bool(works), alone)
+            work = self._admit(moves, tokens, alone)
             if work is not None:
                 works.append(work)
                 budget -= work.tokens * len(work.batch.rows)
@@ -558,7 +558,7 @@ class Schedule:
             if budget >= min(min_tokens, rows * missing) or not (decoding or works):
                 works.append(PlannedWork(batch, min(missing, max(1, min(budget, share) // rows))))
                 budget -= works[-1].tokens * rows
-        for _ in range(tuned.new_batches if self.able.pads else tuned.many_batches):  # rows of one length are few
+        for _ in range(tuned.new_batches):
             if not self.waiting or not admit(budget, not (decoding or works)) or not self.able.one_pass:
                 break
         return works
@@ -602,16 +602,15 @@ class Schedule:
         usage[0] = max(usage[0], self._reserved)
         return usage
 
-    def _admit(self, moves: list[Move], budget: int, begun: bool, alone: bool) -> PlannedWork | None:
+    def _admit(self, moves: list[Move], budget: int, alone: bool) -> PlannedWork | None:
         """Begin a micro-batch of waiting rows of like length; None if there is no room. A row is begun whatever its
-        length if it is `alone`; `begun` tells whether the pass has other prompts."""
+        length if it is `alone`."""
         able, tuned = self.able, tuning.TUNED
         free_rows = self.limits.rows - len(self.running)
         if not self.waiting or free_rows < 1 or (able.moves_rows is False and not able.one_pass and self.batches):
             return None
         fresh = self._next.length - self.reusable(self._next)
-        prompt_floor = tuned.min_prompt_tokens * (tuned.further_batch if begun else 1)
-        min_tokens = prompt_floor if able.chunks else self.times.tokens
+        min_tokens = tuned.min_prompt_tokens if able.chunks else self.times.tokens
         if budget < min(fresh, min_tokens) and not alone:
             return None
         used = self._usage() if self._used is None else self._used

@@ -25,7 +25,6 @@ class Tuning:
     # Prompts of a pass
     at_first: Efficiency = AT_FIRST
     min_prompt_tokens: int = 256  # fewer make poor matrix products
-    further_batch: int = 4  # times as many for a further micro-batch: it has a forward pass of its own
     front: int = 64  # waiting rows among which one of like length is looked for
     new_batches: int = 3  # micro-batches that one pass begins at most
     alike: float = 0.8  # shortest prompt of a micro-batch over its longest
@@ -44,7 +43,6 @@ class Tuning:
     few_batches: int = 4  # merged above this number if that is cheap
     many_batches: int = 20  # merged above this number anyway
     batches_share: float = 0.6  # of the link's seconds, in which the micro-batches of a pass may read the weights
-    merges: int = 4  # in one pass: each copies the rows of two micro-batches
 
     # Seconds of a pass: first guesses, which measured passes correct
     launch_s: float = 0.8e-3  # in which the CPU launches a layer

@@ -193,10 +193,6 @@ class Engine(ABC, Generic[B]):
         """Return why `rollback` must keep as many positions of each row."""
         return None
 
-    def cannot_score(self) -> str | None:
-        """Return why a pass cannot return logits of all prompt positions."""
-        return None
-
     def cannot_snapshot(self) -> str | None:
         """Return why computed keys and values cannot be copied, and continued from."""
         return f"engine {self.plan.case.engine} keeps no keys and values"

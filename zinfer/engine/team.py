@@ -26,7 +26,7 @@ from zinfer.record.measurement import Effective
 from zinfer.system.host import peak_bytes, shared_bytes
 
 E = TypeVar("E", bound=Engine)
-REASONS = "move_rows", "pad", "chunk", "draft", "score"  # of what the ranks' engines cannot do
+REASONS = "move_rows", "pad", "chunk", "draft"  # of what the ranks' engines cannot do
 
 
 class RankWork(NamedTuple):

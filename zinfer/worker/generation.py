@@ -26,7 +26,6 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     )
     return BatchStarted(
         positions=session.scheduler.schedule.limits.positions,
-        cannot_score=session.engine.cannot_score(),
         cannot_reuse=session.scheduler.cannot_reuse,
         loading=session.unfinished is not None,
     )

@@ -101,10 +101,9 @@ class MeasureRequests(Command[RequestPoint]):
 
 
 class BatchStarted(Message):
-    """Positions of KV cache, and why prompts cannot be scored or reused."""
+    """Positions of KV cache, and why prompts cannot be reused."""
 
     positions: int
-    cannot_score: str | None = None
     cannot_reuse: str | None = None
     loading: bool = False  # weights are still being loaded
 

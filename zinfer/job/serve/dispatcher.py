@@ -141,7 +141,6 @@ class Dispatcher:
         self._reader = Reader(self.tokenizer, self._read, self._wanted)
         self._positions, self._loading = 0, False  # the latter while the worker's weights are still being loaded
         self.kept_bytes = 0  # host memory of kept KV caches
-        self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
         self.metrics = Metrics(lambda: self.running, lambda: self.waiting, lambda: self.kept_bytes)
@@ -284,8 +283,6 @@ class Dispatcher:
         asked = row.asked
         if isinstance(ids, Refusal):
             raise Refused(ids.code, ids.message, status=500 if ids.code == UNREAD else 400)
-        if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
-            raise Refused("unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self.settings.output_len)
         if len(ids) + limit > self._positions:
             why = f"the prompt's {len(ids)} tokens and {limit} of the answer exceed the memory for "
@@ -398,7 +395,7 @@ class Dispatcher:
         with self._driver.lend() as worker:
             started = worker.ask(BatchStart(load=self.load, rows=self.settings.rows, arrivals=True, cache_size=size))
         self._loading = started.loading
-        self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
+        self._positions, self.kept_bytes = started.positions, 0
         self.tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse

@@ -22,7 +22,7 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     if session.scheduler is not None:
         session.scheduler.end()
     session.scheduler = ContinuousScheduler(
-        session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size
+        session.engine, session.tokenizer, command.load, command.rows, command.arrivals, command.cache_size
     )
     return BatchStarted(
         positions=session.scheduler.schedule.limits.positions,
@@ -75,14 +75,14 @@ def _update(session: Session, sequence: Sequence) -> Update:
     prompt = None
     if sequence.echo:
         sequence.echo = False  # it goes out once
-        text, first = session.tokenizer().decode(sequence.prompt_ids), session.token_text(sequence.prompt_ids[0])
+        text, first = session.tokenizer.decode(sequence.prompt_ids), session.token_text(sequence.prompt_ids[0])
         prompt = EchoedPrompt(text=text, first=first, scores=_token_scores(session, sequence.prompt_scores))
         sequence.prompt_scores = []
     return Update(
         key=sequence.key,
         tokens=tokens,
         text=sequence.text,
-        delta=sequence.new_text(session.tokenizer()) if sequence.stream else "",
+        delta=sequence.new_text(session.tokenizer) if sequence.stream else "",
         prompt=prompt,
         scores=_token_scores(session, scores),
         failure=_failure(sequence),

@@ -7,13 +7,12 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
-from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
@@ -46,7 +45,6 @@ class Session:
         self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
         self._fault: Exception | None = None  # exception of that
         self._instead = instead or {}
-        self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -65,19 +63,17 @@ class Session:
         """Plan of the loaded engine."""
         return self.engine.plan
 
+    @cached_property
     def tokenizer(self) -> "Tokenizer":
-        """Return the tokenizer of the loaded model; it is loaded once."""
+        """Tokenizer of the loaded model."""
         from zinfer.generation.tokenizer import Tokenizer
 
-        spec = self.plan.model
-        if self._tokenizer is None or self._tokenizer[0] != spec:
-            self._tokenizer, self._token_texts = (spec, Tokenizer(spec)), {}
-        return self._tokenizer[1]
+        return Tokenizer(self.plan.model)
 
     def token_text(self, token: int) -> str:
         """Return the text of one token alone, also of a special one."""
         if token not in self._token_texts:
-            self._token_texts[token] = self.tokenizer().text_of(token)
+            self._token_texts[token] = self.tokenizer.text_of(token)
         return self._token_texts[token]
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.requests import RequestLoad
-from zinfer.record.bounds import ExpertPolicy
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
-from zinfer.record.study import Coded, Deviation, Hits, Position, Rate, Reload, Study
+from zinfer.record.study import Coded, Deviation, ExpertPolicy, Hits, Position, Rate, Reload, Study
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9

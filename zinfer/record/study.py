@@ -31,7 +31,7 @@ StudyName = Literal["codec", "accuracy", "reuse", "routing"]
 KIND = "study"  # of a line that holds a run; those of zinfer 0.1 begin so
 Share = Annotated[float, Field(ge=0, le=1)]
 Along = Literal["own", "text"]
-ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: used least, or in old records for longest not
+ExpertPolicy = Literal["lru", "lfu"]  # experts that leave a cache first: in old records those not used for longest, too
 
 
 class StudyError(ZinferError):

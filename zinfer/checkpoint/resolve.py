@@ -177,7 +177,8 @@ def from_directory(path: Path) -> ModelSpec:
     held = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in inside.values())
     form = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values())
     ratio = min(1.0, held / spec.streamed_bytes)
-    experts = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for name, info in inside.items() if ".experts." in name)
+    routed = [info for name, info in inside.items() if ".experts." in name or "_exps." in name]
+    experts = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in routed)
     fields = {
         "stored_ratio": ratio,
         "fp8_ratio": fp8 / spec.streamed_bytes,

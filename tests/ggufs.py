@@ -125,11 +125,13 @@ def stored(values: np.ndarray, kind: Any, dice: np.random.Generator) -> np.ndarr
 
 
 def write(
-    name: str, path: Path, kind: Any, split: int = 0, tokens: str = "", more: dict[str, Any] | None = None
-) -> Any:
+    name: str, path: Path, kind: Any, split: int = 0, tokens: str = "", more: dict[str, Any] | None = None,
+    down: Any = None,
+) -> Any:  # fmt: skip
     """Write a GGUF; return the model whose weights are those that it stands for.
 
-    Matrices of layers are of type `kind` where their rows are whole blocks. With `split`, tensors are spread over files
+    Matrices of layers are of type `kind` where their rows are whole blocks, the last ones of experts of type `down` if
+    one is given. With `split`, tensors are spread over files
     of as many. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``; `more` are other fields of the metadata.
     """
     arch, model_type, fields = MODELS[name]
@@ -149,7 +151,8 @@ def write(
             for part in parts_of(name, key, weight.clone(), names):
                 values = part.values.contiguous().numpy()
                 inside = values.ndim > 1 and "router" not in key and ".gate." not in key
-                chosen = kind if inside and values.shape[-1] % width == 0 and id(weight) not in tied else Kind.F32
+                whole = down if down is not None and "down_exps" in part.name else kind
+                chosen = whole if inside and values.shape[-1] % width == 0 and id(weight) not in tied else Kind.F32
                 data = stored(values, chosen, dice)
                 writer.add_tensor(part.name, data, raw_dtype=chosen)
                 made.append(part.back(torch.from_numpy(gguf.quants.dequantize(data, chosen).copy())))

@@ -4,9 +4,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from tests.test_low_bit import Double, Kernel, replaced
 from tests.test_parity import BATCHES, greedy
 from zinfer.checkpoint import resolve
 from zinfer.engine.pinned import PinnedArena
-from zinfer.engine.quantization.dequantize import Codes, expand
+from zinfer.engine.quantization.dequantize import Codes, block_codes, expand
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.engine import Stream
@@ -88,10 +90,31 @@ def codes_of(count: int, rows: int, columns: int, dtype: torch.dtype, **form: An
     return torch.cat([expand(part, torch.float32) for part in parts]).view(count, rows, columns), parts
 
 
+def blocks_of(count: int, rows: int, columns: int, dtype: torch.dtype, **form: Any) -> Made:
+    """Return random blocks of a GGUF, and their values by its package."""
+    gguf = pytest.importorskip("gguf", reason="pip install 'zinfer[gguf]'")
+    kind, dice = gguf.GGMLQuantizationType[form["gguf"]], np.random.default_rng(rows + columns)
+    size, width = gguf.GGML_QUANT_SIZES[kind]
+    blocks = dice.integers(0, 256, (count * rows, columns // size, width), dtype=np.uint8)
+    first, factors = form["factors"]  # the place of its factors, and their means
+    drawn = dice.uniform(0.5, 1.5, (*blocks.shape[:2], len(factors))) * factors
+    blocks[..., first : first + 2 * len(factors)] = drawn.astype(np.float16).view(np.uint8)
+    stored = blocks.reshape(count * rows, -1)
+    values = torch.from_numpy(gguf.quants.dequantize(stored, kind)).view(count, rows, columns)
+    return values, [block_codes(form["gguf"], torch.from_numpy(stored))]
+
+
 def values_of(count: int, rows: int, columns: int, dtype: torch.dtype, **_form: Any) -> Made:
     """Return random matrices that are not quantised."""
     dice = torch.Generator().manual_seed(rows + columns)
     return (torch.randn(count, rows, columns, generator=dice) * 0.05).to(dtype), []
+
+
+def mixed(count: int, rows: int, columns: int, dtype: torch.dtype, **forms: Any) -> Made:
+    """Return gates and values in one format, and what follows in another."""
+    name = forms["first" if rows > columns else "second"]
+    make, form = FORMATS[name]
+    return make(count, rows, columns, dtype, **form)
 
 
 FORMATS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
@@ -104,11 +127,21 @@ FORMATS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "int8 rows": (codes_of, {"bits": 8, "table": "int8", "block": (1, 1 << 20), "scales": torch.float32}),
     "int8 groups": (codes_of, {"bits": 8, "table": "middle8", "block": (1, 64)}),
     "int8 zeros": (codes_of, {"bits": 8, "table": "whole8", "block": (1, 64), "zeros": True}),
+    "int8 of 32": (codes_of, {"bits": 8, "table": "whole8", "block": (1, 32), "zeros": True}),
+    "mxfp8": (codes_of, {"bits": 8, "table": "e4m3", "block": (1, 32), "scales": "e8m0"}),
     "fp8 blocks": (codes_of, {"bits": 8, "table": "e4m3", "block": (128, 128), "scales": torch.float32}),
     "fp8 rows": (codes_of, {"bits": 8, "table": "e4m3", "block": (1, 1 << 20), "scales": torch.float32}),
+    "Q4_0": (blocks_of, {"gguf": "Q4_0", "factors": (0, [5e-3])}),
+    "Q4_1": (blocks_of, {"gguf": "Q4_1", "factors": (0, [5e-3, -4e-2])}),
+    "Q8_0": (blocks_of, {"gguf": "Q8_0", "factors": (0, [4e-4])}),
+    "Q4_K": (blocks_of, {"gguf": "Q4_K", "factors": (0, [2e-4, 2e-3])}),
+    "Q5_K": (blocks_of, {"gguf": "Q5_K", "factors": (0, [1e-4, 2e-3])}),
+    "Q6_K": (blocks_of, {"gguf": "Q6_K", "factors": (208, [2e-5])}),
+    "Q4_K, Q6_K": (mixed, {"first": "Q4_K", "second": "Q6_K"}),
     "e5m2": (codes_of, {"bits": 8, "table": "e5m2", "block": (1, 1 << 20), "scales": torch.float32}),
 }  # fmt: skip
-SIZES = {"whole": (8, 256, 384), "odd": (5, 100, 68)}  # experts, hidden values, and values between; of `CHUNK` or not
+# Experts, hidden values, and values between: of `CHUNK`, of `SUPER`, or of neither.
+SIZES = {"whole": (8, 256, 384), "super": (8, 512, 768), "odd": (5, 100, 68)}
 
 
 def made(
@@ -116,7 +149,7 @@ def made(
 ) -> tuple[CpuExperts, dict[str, Tensor]]:
     """Return packed experts of a format, ready to compute, and their values."""
     packed, experts, (memory, values) = packed_in(module, name, size, dtype)
-    computed = CpuExperts(CPU, 32, **other)
+    computed = CpuExperts(CPU, 33, **other)
     computed.attach(0, packed, experts, memory)
     return computed, values
 
@@ -205,15 +238,22 @@ def fast(compiler: None) -> bool:
     return bool(computed._library.experts_fast())
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 32])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 33])
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_exact_in_every_format(name: str, tokens: int, fast: bool) -> None:
-    check(Swiglu(), name, "whole", torch.bfloat16, tokens, fast and name != "e5m2")
+    check(Swiglu(), name, "super" if "_K" in name else "whole", torch.bfloat16, tokens, fast and name != "e5m2")
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])
 def test_turned_experts_with_biases_are_exact(tokens: int, fast: bool) -> None:
     check(Clamped(), "mxfp4", "whole", torch.bfloat16, tokens, fast)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 33])
+def test_experts_in_float16_are_exact(tokens: int, fast: bool) -> None:
+    """They are read as such; codes become float32 first, since states are no bf16."""
+    check(Swiglu(), "bf16", "whole", torch.float16, tokens, fast)
+    check(Swiglu(), "Q4_K, Q6_K", "super", torch.float16, tokens, fast=False)
 
 
 @pytest.mark.parametrize("module", [Swiglu, Clamped])
@@ -229,6 +269,10 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
     for name in ("bf16", "mxfp4", "nvfp4", "int8 zeros", "fp8 blocks"):
         check(Swiglu(), name, "whole", torch.bfloat16, 5)
     check(Clamped(), "mxfp4", "whole", torch.bfloat16, 5)
+    check(Swiglu(), "bf16", "whole", torch.float16, 5)
+    for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K, Q6_K"):
+        for dtype, tokens in product((torch.bfloat16, torch.float32), (1, 2, 8, 33)):
+            check(Swiglu(), name, "super", dtype, tokens)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -278,6 +322,11 @@ def test_the_kernels_that_ask_for_experts_compile_for_an_h100() -> None:
 def quantised(name: str, directory: Path, **sizes: int) -> tuple[Path, dict[str, Any]]:
     """Make a small mixture. Also return options with which its experts lie in host memory as released."""
     kind, _, form = name.partition(" ")
+    if form == "gguf":
+        ggufs = pytest.importorskip("tests.ggufs", reason="pip install 'zinfer[gguf]'")
+        directory.mkdir()
+        ggufs.write(kind, directory / "m.gguf", ggufs.Kind.Q4_K, down=ggufs.Kind.Q6_K)
+        return directory, {"weight_codec": "lossless"}
     save_config(directory, kind, **MIXTURES[kind] | sizes)
     if form == "mxfp4":
         quantized.mxfp4(directory)
@@ -295,7 +344,7 @@ def quantised(name: str, directory: Path, **sizes: int) -> tuple[Path, dict[str,
 NAMES = ["gpt_oss mxfp4", "mixtral int4", "mixtral nvfp4", "qwen3_moe fp8", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mixtral gguf"])
 def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: Path, compiler: None) -> None:
     """The CPU computes steps; the experts of prompts cross the link. In float32, since rounding leads
     tokens to other experts."""
@@ -441,7 +490,7 @@ def check_calls(name: str, path: Path, patch: pytest.MonkeyPatch, run: Callable[
     assert len(calls) >= 3 * len(loaded._pool.layers)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mixtral gguf"])
 def test_every_call_of_an_engine_gives_what_the_model_computes(
     name: str, tmp_path: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

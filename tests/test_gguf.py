@@ -30,11 +30,15 @@ from zinfer.checkpoint import tokenizer_files  # noqa: E402
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError  # noqa: E402
 from zinfer.checkpoint.resolve import resolve  # noqa: E402
 from zinfer.checkpoint.source import find  # noqa: E402
+from zinfer.core.case import Case, Workload  # noqa: E402
 from zinfer.core.model import ModelError  # noqa: E402
 from zinfer.engine.quantization.dequantize import Codes, block_codes, expand  # noqa: E402
 from zinfer.engine.state import ModelState  # noqa: E402
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack  # noqa: E402
 from zinfer.generation.tokenizer import load_tokenizer  # noqa: E402
+from zinfer.plan.planner import make_plan  # noqa: E402
+from zinfer.plan.times import RATES, Timing  # noqa: E402
+from zinfer.system import machines  # noqa: E402
 
 TYPES = [Kind[name] for name in (*reader.BLOCKS, *reader.VALUES)]
 BITS = {kind.name: 8 * width / size for kind, (size, width) in gguf.GGML_QUANT_SIZES.items()}
@@ -130,19 +134,23 @@ def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("mixtral", "Q4_0"), ("qwen3moe", "Q8_0"), ("qwen3moe", "Q5_K"), ("gpt-oss", "MXFP4")]
-)
-def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, tmp_path: Path) -> None:
-    """The CPU computes experts without minimums; others come as they are stored."""
+    ("name", "kind", "down"),
+    [("mixtral", "Q4_0", ""), ("qwen3moe", "Q8_0", ""), ("qwen3moe", "Q5_K", ""), ("mixtral", "Q4_K", "Q6_K"),
+     ("qwen2moe", "Q4_1", "F16"), ("gpt-oss", "MXFP4", "")],
+)  # fmt: skip
+def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, down: str, tmp_path: Path) -> None:
+    """Matrices of an expert may be of two types."""
     if name not in MODELS:
         pytest.skip("this version of transformers does not map it")
-    expected = expected_text(ggufs.write(name, tmp_path / "m.gguf", Kind[kind]))
+    last = Kind[down] if down else None
+    expected = expected_text(ggufs.write(name, tmp_path / "m.gguf", Kind[kind], down=last))
     for experts in ("on-demand", "cpu"):
         engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, weight_codec="lossless", experts=experts)
         assert torch.equal(greedy(engine, LENGTHS), expected)
         settings = engine.effective().settings
         on_cpu = float(str(settings.get("experts_on_cpu_per_step", 0)))
-        assert (on_cpu > 0) == (experts == "cpu" and not kind.endswith("K"))
+        assert (on_cpu > 0) == (experts == "cpu")
+        assert settings.get("cpu_experts", "on") == "on"
         engine.close()
 
 
@@ -213,6 +221,22 @@ def test_a_plan_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
         assert spec.stored_ratio == pytest.approx(bits / 16, rel=0.01)  # and norms
     done = zinfer(tmp_path, "plan", "--model", "m.gguf", "--machine", "h100-80gb", "--input-len", "64")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_counts_the_bytes_of_experts_that_the_cpu_reads(tmp_path: Path) -> None:
+    """The last matrix has more bits than the others."""
+    ggufs.write("mixtral", tmp_path / "m.gguf", Kind.Q4_K, down=Kind.Q6_K)
+    spec, machine = resolve(str(tmp_path / "m.gguf")), machines.load("h100-80gb")
+    bits = (2 * BITS["Q4_K"] * reader.HELD["Q4_K"] + BITS["Q6_K"]) / 3
+    assert spec.expert_ratio == pytest.approx(bits / 16)
+    case = Case(
+        model="m.gguf", engine="stream", offload="cpu", gpu_weights="0%", options=(("experts", "cpu"),),
+        workload=Workload(batch_size=1, input_len=64, output_len=8),
+    )  # fmt: skip
+    planned, full = (make_plan(case, each, machine) for each in (spec, spec.model_copy(update={"routed_ratio": 1.0})))
+    seconds = [Timing(each.placement, each.model, machine).cpu_experts_s(1) for each in (planned, full)]
+    overhead = spec.num_layers * RATES.cpu_layer_s
+    assert seconds[0] - overhead == pytest.approx((seconds[1] - overhead) * bits / 16)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.F32], ids=lambda kind: kind.name)

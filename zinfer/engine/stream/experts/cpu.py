@@ -38,7 +38,10 @@ MAX_PAIRS, LANE_COLUMNS = 1024, 64  # MAX_PAIRS and CHUNK in cpu_experts.c
 LINE = 16  # words of a line of the cache: `mail[16]` in cpu_experts.c
 MAX_CALLS = 1 << 16  # of all layers and numbers of tokens
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)  # as `type` in cpu_experts.c begins
-_KINDS = {"e8m0": 3, "e4m3": 4, "codes8": 5, "codes4": 6}  # as it goes on
+_MORE = ("e8m0", "e4m3", "int16", "int8", "whole8", "codes8", "codes4", "codes5", "codes6")  # as it goes on
+_KINDS = {name: number for number, name in enumerate(_MORE, len(_TYPES))}
+_ZEROS = {torch.float16: _TYPES.index(torch.float16), torch.int16: _KINDS["int16"], torch.uint8: _KINDS["whole8"]}
+_SUPERS = {("whole8", (1, 32), True), ("int8", (1, 16), False)}  # tables and blocks of scales with factors; minimums
 
 
 class Unsupported(Exception):
@@ -47,7 +50,7 @@ class Unsupported(Exception):
 
 class _Part(ctypes.Structure):
     _fields_: ClassVar = [
-        ("codes", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("zeros", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "supers")),
         ("rows", ctypes.c_int64), ("factor", ctypes.c_float), ("unused", ctypes.c_float),
     ]  # fmt: skip
 
@@ -59,7 +62,7 @@ class _Matrix(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "count", "rows", "columns", "row_bytes", "height", "width", "down", "across",
         )),
-        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "inner", "turned", "fast", "unused")),
+        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "zero_kind", "inner", "turned", "fast")),
     ]  # fmt: skip
 
 
@@ -308,18 +311,18 @@ def matrix(
         for expert in chunks:
             if any(first.end != second.start for first, second in pairwise(expert)):
                 raise Unsupported("parts of an expert that lie apart")
-            parts.append(_Part(base + expert[0].start, None, None, rows, 1.0))
+            parts.append(_Part(base + expert[0].start, None, None, None, rows, 1.0))
     else:
         coded = [layout for layout in layouts if isinstance(layout, CodesLayout) and layout.coded is None]
         if len(coded) < len(layouts) or any(layout.order for layout in coded):
             raise Unsupported("experts that are coded, or whose columns have an order of their own")
-        if any(layout.supers or layout.zero_dtype != torch.int16 for layout in coded):
-            raise Unsupported("experts in blocks with minimums, or with factors of scales")
         first = coded[0]
-        names = "bits", "table", "block", "scale_dtype", "scale_table", "zeros", "inner"
+        names = "bits", "table", "block", "scale_dtype", "scale_table", "zeros", "zero_dtype", "supers", "inner"
         form = {(*(getattr(each, name) for name in names), each.grid[1], each.grid[0] > 1) for each in coded}
         if len(form) > 1 or len({tuple(chunk.place - e[0].place for chunk in e) for e in chunks}) > 1:
             raise Unsupported("experts of several formats")
+        if first.supers and (first.scale_table, first.block, first.zeros) not in _SUPERS:
+            raise Unsupported("factors of scales that no block of a GGUF has")
         whole = all(each.grid[0] == -(-each.rows // each.block[0]) for each in coded)
         if not whole and any(each.grid[0] > 1 for each in coded):
             raise Unsupported("blocks of scales that do not fit the rows")
@@ -329,28 +332,35 @@ def matrix(
         made.kind = _KINDS["e4m3" if first.table == "e4m3" else f"codes{first.bits}"]
         made.inner = _TYPES.index(first.inner if block.dtype == torch.float32 else torch.float32)
         made.scale_kind = _KINDS[first.scale_table] if first.scale_table else _TYPES.index(first.scale_dtype)
+        made.zero_kind = _ZEROS[first.zero_dtype]
         values = table(first.table, torch.device("cpu")).tolist()
         made.table = (ctypes.c_float * len(values))(*values)
         for chunk in (chunk for expert in chunks for chunk in expert):
             layout: Any = chunk.layout
-            start, (scales, zeros, *_) = base + chunk.start, layout.starts
-            zero_points = start + zeros if layout.zeros else None
-            parts.append(_Part(start, start + scales, zero_points, layout.rows, layout.factor / layout.divisor))
+            start, (scales, zeros, _, supers) = base + chunk.start, layout.starts
+            minimums = start + zeros if layout.zeros else None
+            factors = start + supers if layout.supers else None
+            factor = layout.factor / layout.divisor
+            parts.append(_Part(start, start + scales, minimums, factors, layout.rows, factor))
     made.parts = (_Part * len(parts))(*parts)
     if bias is not None:
         made.bias = (ctypes.c_void_p * count)(*bias)
-    made.fast = bool(code.experts_fast()) and block.dtype == torch.bfloat16 and _is_fast(made, parts)
+    made.fast = bool(code.experts_fast()) and _is_fast(made, parts, _TYPES.index(block.dtype))
     return made
 
 
-def _is_fast(made: _Matrix, parts: Sequence[_Part]) -> bool:
-    """Tell whether products of bf16 can be computed as codes are unpacked."""
-    four, plain = made.kind == _KINDS["codes4"], not any(part.zeros for part in parts)
+def _is_fast(made: _Matrix, parts: Sequence[_Part], states: int) -> bool:
+    """Tell whether products with `states` can be computed as codes are unpacked: bf16, or values of their type."""
+    half, bf16 = _TYPES.index(torch.float16), _TYPES.index(torch.bfloat16)
+    if states != (half if made.kind == half else bf16):
+        return False
+    few = made.kind >= _KINDS["codes4"]
     if made.turned:
-        grouped = made.height % 2 == 0 and not any(part.rows % made.height for part in parts)
-        return four and plain and grouped and made.across == made.columns and made.columns % LANE_COLUMNS == 0
+        apart = made.height % 2 or any(part.zeros or part.rows % made.height for part in parts)
+        whole = made.across == made.columns and made.columns % LANE_COLUMNS == 0
+        return made.kind == _KINDS["codes4"] and not apart and whole
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
-    known = four or integers or made.kind in (_KINDS["e4m3"], _TYPES.index(torch.bfloat16))
-    widths = [LANE_COLUMNS << power for power in range(16)] + ([16, 32] if four else [])
+    known = few or integers or made.kind in (_KINDS["e4m3"], half, bf16)
+    widths = [32 << power for power in range(16)] + ([16] if few else [])
     groups = made.across == 1 or made.width in widths
     return known and groups and made.columns % LANE_COLUMNS == 0

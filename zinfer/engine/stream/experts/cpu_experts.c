@@ -7,7 +7,8 @@
    inputs, and the parts of each sum are added afterwards.
 
    With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
-   are exact so: scales and zero points are applied to sums of a group. Elsewhere rows become float32 first. */
+   are exact so: scales, zero points and minimums are applied to sums of a group. float16 becomes float32. Elsewhere
+   rows become float32 first. */
 
 #include <omp.h>
 #include <sched.h>
@@ -31,10 +32,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define CHUNK 64          /* columns, or outputs of a turned matrix, that registers hold at a time */
+#define LANE 16           /* columns whose inputs are summed */
 #define TOGETHER 4        /* tokens that share unpacked codes */
 #define PAIR 2            /* rows of outputs at a time */
 #define ITEM (256 << 10)  /* bytes of codes that a thread takes at a time */
 #define AHEAD (16 << 10)  /* bytes by which rows are fetched ahead: a core reads 34 GB/s of int4 so, 11 without */
+#define SUPER 256         /* columns whose scales share a factor of their own */
 #define PIECE 128         /* values of a pair, or of a token, that a thread takes at a time between products */
 #define SHARES 4          /* parts of turned matrices for each thread: few sums to add, and none waits for long */
 #define AWAY_S 1e-3       /* seconds for which another program has a core */
@@ -46,25 +49,28 @@
 #define SLEEPY_NS 5000    /* nanoseconds that they sleep at a time */
 #define MAX_PAIRS 1024    /* pairs of a token and an expert in a call */
 
-typedef enum { float32, bfloat16, float16, e8m0, e4m3, codes8, codes4 } type;
+/* Of codes of 5 and 6 bits the low 4 bits of a row come first, as of those of 4; then the others. */
+typedef enum { float32, bfloat16, float16, e8m0, e4m3, int16, int8, uint8, codes8, codes4, codes5, codes6 } type;
 
-/* Rows of an expert's matrix: their codes, scales (NULL: all are 1), zero points (NULL: all are 0), and number. */
+/* Rows of an expert's matrix: their codes, scales (NULL: all are 1), zero points or minimums (NULL: all are 0), factors
+   of these for `SUPER` columns (NULL: all are 1), and number. */
 typedef struct {
-    const uint8_t *codes, *scales;
-    const int16_t *zeros;
+    const uint8_t *codes, *scales, *zeros;
+    const uint16_t *supers; /* of scales, or of scales and minimums by turns */
     int64_t rows;
     float factor, unused; /* of all scales */
 } part;
 
 /* A matrix of all experts: `count` parts of each. `columns` are those stored; a scale is for `height` rows and `width`
-   columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes;
-   a value is rounded to the type `inner`, unless products are fast. */
+   columns, in a row of `across`; one scale row or column is for all rows or columns. `table` are the values of codes.
+   Zeros of type int16 are subtracted from them, others, minimums, from products with scales. A value is rounded to the
+   type `inner`, unless products are fast. */
 typedef struct {
     const part *parts;
     const void *const *bias; /* of each expert, of the type of states; NULL: none */
     const float *table;
     int64_t count, rows, columns, row_bytes, height, width, down, across;
-    int32_t kind, scale_kind, inner, turned, fast, unused;
+    int32_t kind, scale_kind, zero_kind, inner, turned, fast;
 } matrix;
 
 /* Experts of a layer. A gate is gate * sigmoid(alpha * gate) * (up + offset), both limited. */
@@ -106,6 +112,9 @@ INLINE uint16_t to_bf16(float value) {
 }
 
 INLINE float from_half(uint16_t half) {
+#ifdef __F16C__
+    return _cvtsh_ss(half);
+#endif
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
     if ((half & 0x7c00) == 0x7c00) return from_bits(sign | 0x7f800000 | (half & 0x3ff) << 13);
     return from_bits(sign | to_bits(from_bits((uint32_t)(half & 0x7fff) << 13) * 0x1p112f));
@@ -121,8 +130,14 @@ INLINE uint16_t to_half(float value) {
 }
 
 INLINE float load(type kind, const void *values, int64_t i) {
+    const uint8_t byte = kind > float16 ? ((const uint8_t *)values)[i] : 0;
     if (kind == bfloat16) return from_bits((uint32_t)((const uint16_t *)values)[i] << 16);
-    return kind == float16 ? from_half(((const uint16_t *)values)[i]) : ((const float *)values)[i];
+    if (kind == float16) return from_half(((const uint16_t *)values)[i]);
+    if (kind == e8m0) return from_bits(byte ? (uint32_t)byte << 23 : 1 << 22);
+    if (kind == e4m3) return (byte & 0x80 ? -0x1p120f : 0x1p120f) * from_bits((uint32_t)(byte & 0x7f) << 20);
+    if (kind == int16) return ((const int16_t *)values)[i];
+    if (kind == int8) return (int8_t)byte;
+    return kind == uint8 ? byte : ((const float *)values)[i];
 }
 
 INLINE float rounded(type kind, float value) {
@@ -144,32 +159,74 @@ INLINE float exponential(float x) {
     return power * from_bits((uint32_t)((int32_t)n + 127) << 23);
 }
 
-/* Scales number `first` and on of a part, `count` of them. */
+#ifdef __F16C__
+/* Eight values from number `i` on, of types that compilers are slow with. */
+INLINE __m256 load_eight(type kind, const void *values, int64_t i) {
+    if (kind == float16) return _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint16_t *)values + i)));
+    __m128i bytes = _mm_loadl_epi64((const void *)((const uint8_t *)values + i));
+    __m256i eight = kind == int8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+    if (kind != e8m0) return _mm256_cvtepi32_ps(eight);
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(eight, 23), _mm256_set1_epi32(1 << 22)));
+}
+#endif
+
+/* Values number `first` and on, `count` of them, times a factor. */
+INLINE void load_all(type kind, const void *values, int64_t first, int64_t count, float factor, float *restrict out) {
+    int64_t i = 0;
+#ifdef __F16C__
+    const int eights = kind == float16 || kind == e8m0 || kind == int8 || kind == uint8;
+    for (const int64_t whole = count / 8 * 8; eights && i < whole; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(load_eight(kind, values, first + i), _mm256_set1_ps(factor)));
+#endif
+    for (; i < count; i++) out[i] = load(kind, values, first + i) * factor;
+}
+
+static void values_of(type kind, const void *values, int64_t first, int64_t count, float factor, float *out) {
+    switch (kind) {
+    case bfloat16: load_all(bfloat16, values, first, count, factor, out); break;
+    case float16: load_all(float16, values, first, count, factor, out); break;
+    case e8m0: load_all(e8m0, values, first, count, factor, out); break;
+    case e4m3: load_all(e4m3, values, first, count, factor, out); break;
+    case int16: load_all(int16, values, first, count, factor, out); break;
+    case int8: load_all(int8, values, first, count, factor, out); break;
+    case uint8: load_all(uint8, values, first, count, factor, out); break;
+    default: load_all(float32, values, first, count, factor, out);
+    }
+}
+
+/* Scales number `first` and on of a part. */
 static void scales_of(const matrix *m, const part *p, int64_t first, int64_t count, float *out) {
-    const uint8_t *bytes = p->scales + first;
-    const float factor = p->factor;
-    if (!p->scales)
-        for (int64_t i = 0; i < count; i++) out[i] = factor;
-    else if (m->scale_kind == e8m0)
-        for (int64_t i = 0; i < count; i++) out[i] = from_bits(bytes[i] ? (uint32_t)bytes[i] << 23 : 1 << 22) * factor;
-    else if (m->scale_kind == e4m3)
-        for (int64_t i = 0; i < count; i++) {
-            float size = from_bits((uint32_t)(bytes[i] & 0x7f) << 20) * 0x1p120f * factor;
-            out[i] = bytes[i] & 0x80 ? -size : size;
-        }
+    if (p->scales) values_of(m->scale_kind, p->scales, first, count, p->factor, out);
     else
-        for (int64_t i = 0; i < count; i++) out[i] = load(m->scale_kind, p->scales, first + i) * factor;
+        for (int64_t i = 0; i < count; i++) out[i] = p->factor;
 }
 
-/* Scales and zero points of a row, for groups of columns. */
-INLINE void groups_of(const matrix *m, const part *p, int64_t row, float *scales, float *zeros) {
-    int64_t first = m->down > 1 ? row / m->height * m->across : 0;
+/* Scales and minimums of a row of super blocks: of type uint8 for 32 columns, or scales of type int8 for 16. */
+INLINE void supers_of(const matrix *m, const part *p, int64_t row, float *scales, float *minimums) {
+    const int64_t blocks = m->columns / SUPER, each = p->zeros ? 2 : 1;
+    float factors[blocks * each];
+    load_all(float16, p->supers, row * blocks * each, blocks * each, p->factor, factors);
+    for (int64_t b = 0, first = row * m->across; b < blocks; b++)
+        if (p->zeros) {
+            load_all(uint8, p->scales, first + 8 * b, 8, factors[2 * b], scales + 8 * b);
+            load_all(uint8, p->zeros, first + 8 * b, 8, factors[2 * b + 1], minimums + 8 * b);
+        } else load_all(int8, p->scales, first + 16 * b, 16, factors[b], scales + 16 * b);
+}
+
+/* Scales of a row's groups of columns, and what is subtracted from products with them. */
+static void groups_of(const matrix *m, const part *p, int64_t row, float *scales, float *minimums) {
+    const int64_t first = m->down > 1 ? row / m->height * m->across : 0;
+    if (p->supers) {
+        supers_of(m, p, row, scales, minimums);
+        return;
+    }
     scales_of(m, p, first, m->across, scales);
-    for (int64_t g = 0; p->zeros && g < m->across; g++) zeros[g] = p->zeros[first + g];
+    if (p->zeros) values_of(m->zero_kind, p->zeros, first, m->across, 1, minimums);
+    for (int64_t g = 0; p->zeros && m->zero_kind == int16 && g < m->across; g++) minimums[g] *= scales[g];
 }
 
-/* Values of codes of 4 bits, without scales. */
-INLINE void look_up(const float *table, const uint8_t *codes, int64_t columns, float *restrict out) {
+/* Values of codes of 4 bits, or of the low 4 bits of others, without scales. */
+static void look_up(const float *table, const uint8_t *codes, int64_t columns, float *restrict out) {
     int64_t c = 0;
     float values[16];
     memcpy(values, table, sizeof values);
@@ -191,32 +248,48 @@ INLINE void look_up(const float *table, const uint8_t *codes, int64_t columns, f
     for (; c < columns; c++) out[c] = values[codes[c / 2] >> c % 2 * 4 & 15];
 }
 
+/* Adds the other bits of codes, `bits` of each. */
+INLINE void add_high(const uint8_t *high, int bits, int64_t columns, float *restrict out) {
+    const int all = (1 << bits) - 1;
+    int64_t c = 0;
+#ifdef __AVX2__
+    const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    for (; c + 8 <= columns; c += 8, high += bits) {
+        int32_t some = 0;
+        memcpy(&some, high, bits);
+        __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(some), _mm256_mullo_epi32(lanes, _mm256_set1_epi32(bits)));
+        eight = _mm256_slli_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(all)), 4);
+        _mm256_storeu_ps(out + c, _mm256_add_ps(_mm256_loadu_ps(out + c), _mm256_cvtepi32_ps(eight)));
+    }
+#endif
+    for (int i = 0; c < columns; c++, i += bits) out[c] += (high[i / 8] >> i % 8 & all) << 4;
+}
+
 /* A stored row as float32. */
 static void unpack(const matrix *m, const part *p, int64_t row, float *restrict out) {
-    float scales[m->across], zeros[m->across];
+    float scales[m->across], minimums[m->across];
     const uint8_t *restrict codes = p->codes + row * m->row_bytes;
     const float *restrict table = m->table;
     const int64_t columns = m->columns, groups = m->across, width = groups > 1 ? m->width : columns;
-    groups_of(m, p, row, scales, zeros);
-    if (!p->zeros) memset(zeros, 0, sizeof zeros);
-    if (m->kind == codes4) look_up(table, codes, columns, out);
+    groups_of(m, p, row, scales, minimums);
+    if (!p->zeros) memset(minimums, 0, sizeof minimums);
+    if (m->kind >= codes4) look_up(table, codes, columns, out);
     else if (m->kind == codes8 || m->kind == e4m3)
         for (int64_t c = 0; c < columns; c++) out[c] = table[codes[c]];
-    else if (m->kind == bfloat16)
-        for (int64_t c = 0; c < columns; c++) out[c] = load(bfloat16, codes, c);
-    else
-        for (int64_t c = 0; c < columns; c++) out[c] = load(m->kind, codes, c);
+    else values_of(m->kind, codes, 0, columns, 1, out);
+    if (m->kind == codes5) add_high(codes + columns / 2, 1, columns, out);
+    if (m->kind == codes6) add_high(codes + columns / 2, 2, columns, out);
     if (width == 1)
-        for (int64_t c = 0; c < columns; c++) out[c] = (out[c] - zeros[c]) * scales[c];
+        for (int64_t c = 0; c < columns; c++) out[c] = out[c] * scales[c] - minimums[c];
     for (int64_t g = 0; width > 1 && g < groups; g++) {
-        const float scale = scales[g], zero = zeros[g];
+        const float scale = scales[g], minimum = minimums[g];
         const int64_t end = (g + 1) * width < columns ? (g + 1) * width : columns;
-        for (int64_t c = g * width; c < end; c++) out[c] = (out[c] - zero) * scale;
+        for (int64_t c = g * width; c < end; c++) out[c] = out[c] * scale - minimum;
     }
     for (int64_t c = 0; m->inner != float32 && c < columns; c++) out[c] = rounded(m->inner, out[c]);
 }
 
-/* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and their sums by lane. */
+/* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and the sums of each `LANE`. */
 typedef struct { float *values, *sums; uint16_t *halves; } input;
 
 INLINE int64_t inputs_of(const matrix *m) { return m->turned ? m->rows : m->columns; }
@@ -224,17 +297,18 @@ INLINE int64_t outputs_of(const matrix *m) { return m->turned ? m->columns : m->
 
 /* Prepares values `first` to `end` of an input of a fast product. */
 static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
-    if (!m->fast) return;
+    if (!m->fast || m->kind == float16) return;
     for (int64_t c = first; c < end; c += CHUNK) {
-        if (m->turned || m->kind != codes4)
+        if (m->turned || m->kind < codes4)
             for (int i = 0; i < CHUNK && c + i < end; i++) in.halves[c + i] = to_bf16(in.values[c + i]);
         else
             for (int i = 0; i < CHUNK; i++) in.halves[c + i % 2 * 32 + i / 2] = to_bf16(in.values[c + i]);
         if (m->turned) continue;
-        const uint16_t *h = in.halves + c;
-        for (int i = 0; i < 16; i++)
-            in.sums[c / 4 + i] = load(bfloat16, h, 2 * i) + load(bfloat16, h, 2 * i + 1) +
-                                 load(bfloat16, h, 32 + 2 * i) + load(bfloat16, h, 33 + 2 * i);
+        for (int i = 0; i < CHUNK; i += LANE) {
+            float sum = 0;
+            for (int n = 0; n < LANE; n++) sum += rounded(bfloat16, in.values[c + i + n]);
+            in.sums[(c + i) / LANE] = sum;
+        }
     }
 }
 
@@ -253,12 +327,26 @@ INLINE __m512 dot(__m512 sums, __m512i one, __m512i other) {
 #endif
 }
 
-/* bf16 values of 16 codes, twice: what looks one up need not hide the other one of a byte. */
-INLINE __m512i table_of(const matrix *m) {
-    uint16_t table[32] = {0};
-    for (int i = 0; m->kind == codes4 && i < 32; i++) table[i] = to_bf16(m->table[i & 15]);
+/* bf16 values of up to 64 codes; of fewer repeatedly, so that what looks one up need not hide other bits. */
+INLINE void table_of(const matrix *m, __m512i tables[2]) {
+    uint16_t table[64] = {0};
+    const int count = m->kind < codes4 ? 0 : 16 << (m->kind - codes4);
+    for (int i = 0; count && i < 64; i++) table[i] = to_bf16(m->table[i % count]);
     for (int i = 0; m->kind == e4m3 && i < 8; i++) table[i] = to_bf16(i * 0x1p-9f); /* subnormal numbers */
-    return _mm512_loadu_si512(table);
+    tables[0] = _mm512_loadu_si512(table), tables[1] = _mm512_loadu_si512(table + 32);
+}
+
+/* Bits above the low 4 of 64 codes, from bit 4 on: in each 32 bits those of a byte pair of low bits. Those of the first
+   code of each byte are in their place, those of the second one more to the left. */
+INLINE __m512i high_bits(type kind, const uint8_t *high) {
+    if (kind == codes6) {
+        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)high));
+        return _mm512_or_si512(_mm512_slli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
+    }
+    __m128i eight = _mm_loadl_epi64((const void *)high);
+    __m512i bytes = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(eight, eight));
+    return _mm512_or_si512(_mm512_sllv_epi32(bytes, _mm512_set4_epi32(0, 4, 0, 4)),
+                           _mm512_sllv_epi32(bytes, _mm512_set4_epi32(14, 18, 14, 18)));
 }
 
 /* 32 values of 8 bits. */
@@ -280,51 +368,97 @@ INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m
     return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
 }
 
-/* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
-INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, int rows, int count, const input *in,
+/* Products of `count` tokens with `rows` rows (outputs) of float16 from `row` on. */
+INLINE void rows_half(const matrix *m, const part *p, int64_t row, int rows, int count, const input *in,
                       float *const *out) {
+    __m512 sums[TOGETHER][PAIR];
+    for (int t = 0; t < count; t++)
+        for (int r = 0; r < rows; r++) sums[t][r] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < m->columns; c += 16)
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *own = p->codes + (row + r) * m->row_bytes + 2 * c;
+            _mm_prefetch((const void *)(own + AHEAD), _MM_HINT_T1);
+            __m512 values = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)own));
+            for (int t = 0; t < count; t++)
+                sums[t][r] = _mm512_fmadd_ps(values, _mm512_loadu_ps(in[t].values + c), sums[t][r]);
+        }
+    for (int t = 0; t < count; t++)
+        for (int r = 0; r < rows; r++) out[t][row + r] = _mm512_reduce_add_ps(sums[t][r]);
+}
+
+/* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
+INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *table, int64_t row, int rows,
+                      int count, const input *in, float *const *out) {
+    if (kind == float16) {
+        rows_half(m, p, row, rows, count, in, out);
+        return;
+    }
     const int unsigned_bytes = kind == codes8 && m->table[255] >= 0;
     const __m128i flip = _mm_set1_epi8(unsigned_bytes ? -128 : 0);
     const __m512 shift = _mm512_set1_ps(unsigned_bytes ? m->table[128] : 0);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), table = table_of(m);
-    const int bits = m->across > 1 ? __builtin_ctzll(m->width) : 62, wide = bits >= 6, zeros = !!p->zeros;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i low = _mm512_set1_epi16(15);
+    const int bits = m->across > 1 ? __builtin_ctzll(m->width) : 62;
+    const int wide = bits >= 6 || kind < codes4, halves = kind < codes4 && bits == 5; /* a scale for half of a CHUNK */
     const __m512i groups = _mm512_srli_epi32(lanes, bits == 5 ? 3 : 2);
-    const int64_t size = kind == codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK, length = m->across + 16;
-    const uint8_t *codes = p->codes + row * m->row_bytes;
-    float scales[rows][length], zero_points[rows][length];
+    const int64_t size = kind >= codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK, length = m->across + 16;
+    const int more = kind == codes5 ? 1 : 2; /* bits of codes above 4 */
+    const uint8_t *codes = p->codes + row * m->row_bytes, *high = codes + m->columns / 2;
+    float scales[rows][length], minimums[rows][length];
     __m512 sums[TOGETHER][PAIR];
     for (int r = 0; r < rows; r++) {
-        groups_of(m, p, row + r, scales[r], zero_points[r]);
+        groups_of(m, p, row + r, scales[r], minimums[r]);
         for (int t = 0; t < count; t++) sums[t][r] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size) {
+    for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size, high += CHUNK / 8 * more) {
         __m512i first[PAIR], second[PAIR];
-        __m512 scale[PAIR], zero[PAIR];
+        __m512 scale[PAIR], other_scale[PAIR];
         for (int r = 0; r < rows; r++) {
             const uint8_t *own = codes + r * m->row_bytes;
             _mm_prefetch((const void *)(own + AHEAD), _MM_HINT_T1);
+            if (kind >= codes4) {
+                first[r] = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)own));
+                second[r] = _mm512_srli_epi16(first[r], 4);
+            }
             if (kind == codes4) {
-                __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)own));
-                first[r] = _mm512_permutexvar_epi16(words, table);
-                second[r] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+                first[r] = _mm512_permutexvar_epi16(first[r], table[0]);
+                second[r] = _mm512_permutexvar_epi16(second[r], table[0]);
+            } else if (kind > codes4) {
+                _mm_prefetch((const void *)(high + r * m->row_bytes + AHEAD), _MM_HINT_T1);
+                __m512i bits = high_bits(kind, high + r * m->row_bytes); /* 0xca: the second where the first is 1 */
+                first[r] = _mm512_ternarylogic_epi32(low, first[r], bits, 0xca);
+                second[r] = _mm512_ternarylogic_epi32(low, second[r], _mm512_srli_epi32(bits, more), 0xca);
+                first[r] = _mm512_permutex2var_epi16(table[0], first[r], table[1]);
+                second[r] = _mm512_permutex2var_epi16(table[0], second[r], table[1]);
             } else if (kind == bfloat16) {
                 first[r] = _mm512_loadu_si512(own), second[r] = _mm512_loadu_si512(own + CHUNK);
             } else {
-                first[r] = bytes_to_bf16(kind, own, table, flip, shift);
-                second[r] = bytes_to_bf16(kind, own + CHUNK / 2, table, flip, shift);
+                first[r] = bytes_to_bf16(kind, own, table[0], flip, shift);
+                second[r] = bytes_to_bf16(kind, own + CHUNK / 2, table[0], flip, shift);
             }
-            const float *s = scales[r] + (c >> bits), *z = zero_points[r] + (c >> bits);
+            const float *s = scales[r] + (c >> bits);
             scale[r] = wide ? _mm512_set1_ps(*s) : _mm512_permutexvar_ps(groups, _mm512_loadu_ps(s));
-            zero[r] = _mm512_setzero_ps();
-            if (zeros) zero[r] = wide ? _mm512_set1_ps(*z) : _mm512_permutexvar_ps(groups, _mm512_loadu_ps(z));
+            other_scale[r] = _mm512_set1_ps(s[halves]);
         }
         for (int t = 0; t < count; t++) {
             const uint16_t *x = in[t].halves + c;
             const __m512i one = _mm512_loadu_si512(x), other = _mm512_loadu_si512(x + 32);
             for (int r = 0; r < rows; r++) {
-                __m512 sum = dot(dot(_mm512_setzero_ps(), first[r], one), second[r], other);
-                if (zeros) sum = _mm512_fnmadd_ps(zero[r], _mm512_loadu_ps(in[t].sums + c / 4), sum);
-                sums[t][r] = _mm512_fmadd_ps(sum, scale[r], sums[t][r]);
+                __m512 sum = dot(_mm512_setzero_ps(), first[r], one);
+                if (halves) sums[t][r] = _mm512_fmadd_ps(sum, scale[r], sums[t][r]), sum = _mm512_setzero_ps();
+                sum = dot(sum, second[r], other);
+                sums[t][r] = _mm512_fmadd_ps(sum, halves ? other_scale[r] : scale[r], sums[t][r]);
+            }
+        }
+    }
+    for (int64_t c = 0; p->zeros && c < m->columns; c += 16 * LANE) {
+        const __m512i places = _mm512_srl_epi32(_mm512_slli_epi32(lanes, 4), _mm_cvtsi32_si128(bits));
+        const __mmask16 some = m->columns - c < 16 * LANE ? (1 << (m->columns - c) / LANE) - 1 : 0xffff;
+        for (int r = 0; r < rows; r++) {
+            __m512 minimum = _mm512_permutexvar_ps(places, _mm512_loadu_ps(minimums[r] + (c >> bits)));
+            for (int t = 0; t < count; t++) {
+                __m512 x = _mm512_maskz_loadu_ps(some, in[t].sums + c / LANE);
+                sums[t][r] = _mm512_mask3_fnmadd_ps(minimum, x, sums[t][r], some);
             }
         }
     }
@@ -334,8 +468,8 @@ INLINE void rows_fast(type kind, const matrix *m, const part *p, int64_t row, in
 
 /* Adds products of `count` tokens with a block of a turned matrix's rows, which share scales, to `out`. What the next
    block reads is fetched meanwhile. */
-INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, const input *in, float *const *out) {
-    const __m512i table = table_of(m);
+INLINE void block_fast(const matrix *m, const part *p, const __m512i *table, int64_t row, int count, const input *in,
+                       float *const *out) {
     const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
     const uint8_t *codes = p->codes + row * m->row_bytes, *next = codes + m->height * m->row_bytes;
@@ -352,8 +486,10 @@ INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, c
             __m512i words[2] = {_mm512_cvtepu8_epi16(_mm256_unpacklo_epi8(one, other)),
                                 _mm512_cvtepu8_epi16(_mm256_unpackhi_epi8(one, other))};
             __m512i values[4];
-            for (int i = 0; i < 4; i++)
-                values[i] = _mm512_permutexvar_epi16(i % 2 ? _mm512_srli_epi16(words[i / 2], 4) : words[i / 2], table);
+            for (int i = 0; i < 4; i++) {
+                __m512i some = i % 2 ? _mm512_srli_epi16(words[i / 2], 4) : words[i / 2];
+                values[i] = _mm512_permutexvar_epi16(some, table[0]);
+            }
             for (int t = 0; t < count; t++) {
                 int32_t pair;
                 memcpy(&pair, in[t].halves + row + r, sizeof pair);
@@ -383,32 +519,40 @@ INLINE void block_fast(const matrix *m, const part *p, int64_t row, int count, c
     } while (0)
 
 #define BY_KIND(name, kind)                                                                                           \
-    static void name(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,       \
-                     float *const *out) {                                                                             \
+    static void name(const matrix *m, const part *p, const __m512i *table, int64_t row, int64_t rows, int64_t count,  \
+                     const input *in, float *const *out) {                                                            \
         for (int64_t t = 0; t < count; t += TOGETHER) {                                                               \
             int64_t some = count - t, r = row;                                                                        \
-            for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, r, PAIR);                       \
-            for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, r, 1);                                        \
+            for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, table, r, PAIR);                \
+            for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, table, r, 1);                                 \
         }                                                                                                             \
     }
 
 BY_KIND(rows_codes4, codes4)
+BY_KIND(rows_codes5, codes5)
+BY_KIND(rows_codes6, codes6)
 BY_KIND(rows_codes8, codes8)
 BY_KIND(rows_e4m3, e4m3)
 BY_KIND(rows_bfloat16, bfloat16)
+BY_KIND(rows_float16, float16)
 
 static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
                           float *const *out) {
+    __m512i table[2];
+    table_of(m, table);
     for (int64_t r = row; m->turned && r < row + rows; r += m->height)
         for (int64_t t = 0; t < count; t += TOGETHER) {
             int64_t some = count - t;
-            BY_COUNT(block_fast, m, p, r);
+            BY_COUNT(block_fast, m, p, table, r);
         }
     if (m->turned) return;
-    if (m->kind == codes4) rows_codes4(m, p, row, rows, count, in, out);
-    else if (m->kind == codes8) rows_codes8(m, p, row, rows, count, in, out);
-    else if (m->kind == e4m3) rows_e4m3(m, p, row, rows, count, in, out);
-    else rows_bfloat16(m, p, row, rows, count, in, out);
+    if (m->kind == codes4) rows_codes4(m, p, table, row, rows, count, in, out);
+    else if (m->kind == codes5) rows_codes5(m, p, table, row, rows, count, in, out);
+    else if (m->kind == codes6) rows_codes6(m, p, table, row, rows, count, in, out);
+    else if (m->kind == codes8) rows_codes8(m, p, table, row, rows, count, in, out);
+    else if (m->kind == e4m3) rows_e4m3(m, p, table, row, rows, count, in, out);
+    else if (m->kind == float16) rows_float16(m, p, table, row, rows, count, in, out);
+    else rows_bfloat16(m, p, table, row, rows, count, in, out);
 }
 
 #else
@@ -496,7 +640,7 @@ static void do_item(const matrix *m, const part *p, int64_t item, int64_t items,
     }
 }
 
-/* Floats of prepared inputs, and where the parts of one are. */
+/* Floats of prepared inputs, and where the parts of one are: each from a line of the cache on. */
 INLINE int64_t input_floats(int64_t columns) {
     int64_t whole = (columns + CHUNK - 1) / CHUNK * CHUNK;
     return whole + whole / 2 + whole / 4;

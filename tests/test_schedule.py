@@ -128,6 +128,60 @@ class Pass(NamedTuple):
     reserved: int
 
 
+class Served:
+    """Requests that come while others run: `tokens` that each has got, by request, and `rows` that each has now."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        able: Abilities | None = None,
+        clock: Callable[[], PassTimes] = times,
+        arrivals: bool = True,
+    ) -> None:
+        self.able, self.truth = able or Abilities(), clock()
+        self.schedule, self.engine = Schedule(clock(), limits, self.able, arrivals), Engine(self.able)
+        self.left: dict[int, int] = {}
+        self.tokens: Counter[int] = Counter()
+
+    def add(self, request: int, count: int, input_len: int, left: int) -> None:
+        first = len(self.left)
+        rows = [row(first + number, input_len, left, request) for number in range(count)]
+        self.left |= {row.key: left for row in rows}
+        self.schedule.add(rows)
+
+    def step(self) -> Pass | None:
+        waiting = len(self.schedule.waiting)
+        works, seconds = self.engine.run(self.schedule, self.truth)
+        ended, tokens = [], 0
+        for batch, count in works:
+            if batch.length + count >= batch.width:
+                for row in filter(None, batch.rows):
+                    row.add([0])
+                    tokens += 1
+                    self.tokens[row.owner] += 1
+                    self.left[row.key] -= 1
+                    ended += [row.key] * (self.left[row.key] == 0)
+        self.schedule.done(works, seconds, ended)
+        return Pass(seconds, tokens, waiting, len(works), self.engine.reserved) if works else None
+
+    def until(self, fact: Callable[[], bool], max_passes: int) -> int:
+        """Run passes until something is so; return their number."""
+        for count in range(max_passes + 1):
+            if fact():
+                return count
+            self.step()
+        raise AssertionError(f"not within {max_passes} passes: {self.tokens}, {self.rows}")
+
+    @property
+    def rows(self) -> Counter[int]:
+        return Counter(row.owner for row in self.schedule.running)
+
+    def finish(self) -> None:
+        self.until(lambda: not any(self.left.values()), 100_000)
+        self.step()
+        assert not self.engine.live
+
+
 def simulate(
     rows: Iterable[Sequence],
     limits: Limits,
@@ -140,34 +194,20 @@ def simulate(
 ) -> tuple[Tally, list[Pass]]:
     """Run `rows` to their end: their limit, or the token that `ends` has for their key. `kept` are the positions, by
     key, that are reused."""
-    able, truth = able or Abilities(), clock()
-    schedule, engine = Schedule(clock(), limits, able, arrivals), Engine(able)
+    served = Served(limits, able, clock, arrivals)
+    schedule, rows = served.schedule, list(rows)
     schedule._early, schedule._tokens = round(1e6 * ending), round(1e6 * (1 - ending))
     schedule.reusable = lambda row: (kept or {}).get(row.key, 0)
-    rows = list(rows)
-    left = {row.key: min(row.left, (ends or {}).get(row.key, 1 << 30)) for row in rows}
+    served.left = {row.key: min(row.left, (ends or {}).get(row.key, 1 << 30)) for row in rows}
     schedule.add(rows)
     passes: list[Pass] = []
     while schedule.busy:
-        waiting = len(schedule.waiting)
-        works, seconds = engine.run(schedule, truth)
-        if not works:
+        if (done := served.step()) is None:
             assert not schedule.busy
-            break
-        ended, tokens = [], 0
-        for batch, count in works:
-            if batch.length + count < batch.width:
-                continue
-            for row in batch.rows:
-                if row is not None:
-                    row.add([0])
-                    tokens += 1
-                    left[row.key] -= 1
-                    ended += [row.key] * (left[row.key] == 0)
-        schedule.done(works, seconds, ended)
-        passes.append(Pass(seconds, tokens, waiting, len(works), engine.reserved))
-    assert not engine.live
-    assert set(left.values()) == {0}
+        else:
+            passes.append(done)
+    assert not served.engine.live
+    assert set(served.left.values()) == {0}
     return schedule.tally, passes
 
 
@@ -214,18 +254,6 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
     # No order of the rows takes fewer passes than the longest answer has tokens.
     assert tally.seconds <= 1.06 * max(left) * link_s
     assert max(step.batches for step in passes) <= 24
-
-
-@pytest.mark.slow
-def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole() -> None:
-    dice = random.Random(2)
-    input_lens, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
-    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
-    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 4000, output_len=sum(left) // 4000))
-    tally, passes = simulate(rows, Limits(1_900_000, 420))
-    assert rate(passes) >= 0.9 * (equal.output_tok_s or 0.0)
-    assert padding(tally) < 0.1
-    assert tally.again == 0
 
 
 def test_rows_wait_for_memory() -> None:
@@ -319,53 +347,6 @@ def test_kept_positions_are_not_computed_again() -> None:
     assert tally.prompts < 0.25 * whole
     assert tally.again == 0
     assert padding(tally) < 0.1
-
-
-class Served:
-    """Requests that come while others run: `tokens` that each has got, by request, and `rows` that each has now."""
-
-    def __init__(self, limits: Limits, able: Abilities | None = None, clock: Callable[[], PassTimes] = times) -> None:
-        self.able, self.truth = able or Abilities(), clock()
-        self.schedule, self.engine = Schedule(clock(), limits, self.able, arrivals=True), Engine(self.able)
-        self.left: dict[int, int] = {}
-        self.tokens: Counter[int] = Counter()
-        self.seconds = 0.0
-
-    def add(self, request: int, count: int, input_len: int, left: int) -> None:
-        first = len(self.left)
-        rows = [row(first + number, input_len, left, request) for number in range(count)]
-        self.left |= {row.key: left for row in rows}
-        self.schedule.add(rows)
-
-    def step(self) -> None:
-        works, seconds = self.engine.run(self.schedule, self.truth)
-        ended = []
-        for batch, count in works:
-            if batch.length + count >= batch.width:
-                for row in filter(None, batch.rows):
-                    row.add([0])
-                    self.tokens[row.owner] += 1
-                    self.left[row.key] -= 1
-                    ended += [row.key] * (self.left[row.key] == 0)
-        self.schedule.done(works, seconds, ended)
-        self.seconds += seconds
-
-    def until(self, fact: Callable[[], bool], max_passes: int) -> int:
-        """Run passes until something is so; return their number."""
-        for count in range(max_passes + 1):
-            if fact():
-                return count
-            self.step()
-        raise AssertionError(f"not within {max_passes} passes: {self.tokens}, {self.rows}")
-
-    @property
-    def rows(self) -> Counter[int]:
-        return Counter(row.owner for row in self.schedule.running)
-
-    def finish(self) -> None:
-        self.until(lambda: not any(self.left.values()), 100_000)
-        self.step()
-        assert not self.engine.live
 
 
 WAYS = [

@@ -192,14 +192,11 @@ def test_the_steady_rate_leaves_out_the_beginning_and_the_end() -> None:
     assert request_point(samples=[[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 3], [20, 3, 0.0, 2, 3]]).steady_tok_s is None
 
 
-def test_all_at_once_wait_for_their_turn(measured: Measure) -> None:
-    point, _ = measured(load(request_rate="inf"))
-    assert {sample.arrived_ms for sample in point.samples} == {0.0}
-    assert point.of("ttft_ms") == [point.pass_ms[sample.passes[0]] for sample in point.samples]
-
-
-def test_statistics_are_those_of_the_samples(measured: Measure) -> None:
-    point, _ = measured(load(in_flight=4))
+@pytest.mark.parametrize(
+    "loop", [{"in_flight": 4}, {"request_rate": 0.25, "seed": 3}, {"request_rate": "inf"}], ids=str
+)
+def test_statistics_are_those_of_the_samples(loop: dict[str, Any], measured: Measure) -> None:
+    point, _ = measured(load(**loop))
     ends = point.pass_ms
     by_hand: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "itl_ms": [], "e2e_ms": []}
     for sample in point.samples:
@@ -220,7 +217,8 @@ def test_statistics_are_those_of_the_samples(measured: Measure) -> None:
             assert below >= percent / 100 * len(values) > below - sum(other == value for other in values)
     assert point.output_tok_s == pytest.approx(point.output_tokens / (ends[-1] / 1e3))
     assert point.request_s == pytest.approx(30 / (ends[-1] / 1e3))
-    assert 0 < point.waiting_ms <= point.busy_ms
+    assert (point.waiting_ms > 0) is (loop != {"request_rate": "inf"})
+    assert point.waiting_ms <= point.busy_ms
     assert point.waiting_tokens <= point.output_tokens
 
 

@@ -13,7 +13,7 @@ from tests import Checkpoints, Patch, passes
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_continuous import Words
-from tests.test_parity import BATCHES, check_tokens, greedy, load, prompts, reference
+from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from tests.test_passes import keep_here
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError
@@ -31,28 +31,15 @@ from zinfer.worker.measure import Samples, measure
 
 
 @pytest.mark.parametrize(
-    ("architecture", "attention", "at_once"),
-    covering(["bloom", "opt", "llama", "gpt_neox", "qwen2", "mixtral"], ["gpu", "cpu"], [1, 8], times=2),
+    ("architecture", "attention", "device_rows", "at_once"),
+    covering(["bloom", "opt", "llama", "gpt_neox", "qwen2", "mixtral"], ["gpu", "cpu"], [0, 1, 2, 3], [1, 8], times=3),
 )
 def test_tokens_are_those_of_transformers(
-    architecture: str, attention: str, at_once: int, checkpoint: Checkpoints
+    architecture: str, attention: str, device_rows: int, at_once: int, checkpoint: Checkpoints
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tokens=9 * at_once, kv_offload="cpu", kv_attention=attention)
-    check_tokens(engine, directory)
-
-
-@pytest.mark.parametrize(
-    ("device_rows", "attention", "architecture"), covering([0, 1, 2, 3], ["gpu", "cpu"], ["bloom", "llama"], times=2)
-)
-def test_sequences_split_between_gpu_and_host_memory(
-    architecture: str,
-    attention: str,
-    device_rows: int,
-    checkpoint: Checkpoints,
-) -> None:
-    directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", device_rows=device_rows, kv_offload="auto", kv_attention=attention)
+    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": attention, "tokens": 9 * at_once}
+    engine = load("stream", directory, "cpu", device_rows=device_rows, **options)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         effective = engine.effective()

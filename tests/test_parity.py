@@ -143,16 +143,6 @@ def test_greedy_tokens_are_those_of_transformers(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("tokens", [1, 18])
-@pytest.mark.parametrize("architecture", ["bloom", "llama"])
-def test_a_batch_is_prefilled_a_few_rows_at_a_time(architecture: str, tokens: int, checkpoint: Checkpoints) -> None:
-    loaded = load("stream", checkpoint(architecture), "cpu", tokens=tokens)
-    try:
-        check(loaded, checkpoint(architecture), "cpu")
-    finally:
-        loaded.close()
-
-
 @pytest.mark.slow  # it compiles DeepSpeed's file I/O first
 @pytest.mark.parametrize("architecture", ["bloom", "mixtral"])
 def test_deepspeed_from_files(architecture: str, checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -345,7 +345,7 @@ def tokens(loaded: Engine) -> list[Tensor]:
 def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory = checkpoint(architecture, hidden_size=256)
+    directory = checkpoint(architecture, hidden_size=128)
     raw = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="none")
     coded = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     for ours, theirs in zip(tokens(coded), tokens(raw), strict=True):
@@ -368,7 +368,7 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
     placed: tuple[str, int], weight_codec: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     share, resident = placed
-    directory = checkpoint("llama", hidden_size=256)
+    directory = checkpoint("llama", hidden_size=128)
     plain = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec=weight_codec)
     case = plain.plan.case.model_copy(update={"gpu_weights": share})
     loaded = type(plain)(make_plan(case, plain.plan.model, plain.plan.machine))
@@ -395,7 +395,7 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
 def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
     share: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    directory = checkpoint("llama", hidden_size=256)
+    directory = checkpoint("llama", hidden_size=128)
     plain = load("stream", directory, "none", tmp_path, "bfloat16")
     expected = tokens(plain)
     case = plain.plan.case.model_copy(update={"gpu_weights": share, "offload": "cpu"})
@@ -449,7 +449,7 @@ def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Checkpoints, tmp_
 
 
 def test_a_step_can_be_traced(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
+    engine = load("stream", checkpoint("llama", hidden_size=128), "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     token_ids = torch.full((2, 5), 9)
     prefill(engine, token_ids, torch.ones_like(token_ids), reserve=3)
     spans = engine.timeline([Work(engine.batches[0], torch.tensor([[9], [9]]))])

@@ -32,14 +32,12 @@ def probed(folder: Path) -> None:
     path.write_text(machine.model_dump_json())
 
 
-def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **settings: str) -> CompletedProcess[str]:
+def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> CompletedProcess[str]:
     """Run `zinfer` and its workers in this process, in `folder`.
 
-    For what a process of its own would show no better: torch is imported once for all tests. With `probe`, a command
-    that needs rates of this machine measures them.
+    For what a process of its own would show no better: torch is imported once for all tests.
     """
-    if not probe:
-        probed(folder)
+    probed(folder)
     gc.collect(1)
     gc.freeze()  # what was imported since: a worker collects garbage before each point
     printed, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
@@ -60,10 +58,9 @@ def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **se
     return CompletedProcess(["zinfer", *words], code, printed.read(), errors.read())
 
 
-def zinfer_process(folder: Path, *words: str, probe: bool = False, **settings: Any) -> CompletedProcess[str]:
-    """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run, `probe` as above."""
-    if not probe:
-        probed(folder)
+def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
+    """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
+    probed(folder)
     command = [sys.executable, "-m", "zinfer", *words]
     usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")}
     usual |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}

@@ -122,7 +122,7 @@ def test_buffers_shrink_before_others_grow(checkpoint: Checkpoints, monkeypatch:
 @pytest.mark.parametrize(("gpu_bytes", "resident"), [(3 << 30, 3), (1 << 29, 0)])
 def test_resident_layers_change_with_the_batch(gpu_bytes: int, resident: int, checkpoint: Checkpoints) -> None:
     machine = MACHINE.model_copy(update={"gpu_count": 1, "gpu_bytes": gpu_bytes})
-    engine = fake_stream(checkpoint("llama", hidden_size=256), machine=machine, gpu_weights="auto")
+    engine = fake_stream(checkpoint("llama", hidden_size=128), machine=machine, gpu_weights="auto")
     for batch_size, expected in ((1, resident), (1 << 14, 0), (1, resident)):
         workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
         engine.apply_placement(engine.planner.placement(workload))

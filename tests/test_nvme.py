@@ -256,17 +256,6 @@ def test_a_file_that_changes_is_checked_again(models: Callable[[str], Path], dri
     assert "is cut off" in fault_of(lambda: greedy(engine, (4, 3)))
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed"])
-def test_damaged_packed_layers_are_refused(damage: str, models: Callable[[str], Path], drive: Path) -> None:
-    data = write(models("bf16"))
-    content = bytearray(data.read_bytes())
-    content[len(content) // 3] ^= 1
-    data.write_bytes(content if damage == "changed" else content[:-100])
-    options: dict[str, Any] = {"weight_codec": "lossless", "host_weights": "0%"}
-    message = fault_of(lambda: greedy(Stream.start(plan(models("bf16"), drive, **options)), (4, 3)))
-    assert ("layer 1 is damaged" if damage == "changed" else "is cut off") in message
-
-
 def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
     models: Callable[[str], Path], drive: Path, monkeypatch: Patch
 ) -> None:

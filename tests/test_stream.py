@@ -85,24 +85,6 @@ def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[Pack
     return arena, packed_layers
 
 
-@pytest.mark.parametrize("make", [packed, as_they_are])
-def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, list[PackedLayer]]]) -> None:
-    layers = [layer_tensors(seed) for seed in range(4)]
-    arena, packed_layers = make(layers)
-    stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
-    assert 0 <= arena.size - packed_layers[-1].end < 256
-    assert all(layer.end <= other.start for layer, other in pairwise(packed_layers))
-    assert all(len(layer.chunks) >= 3 for layer in packed_layers)
-    assert {layer.coded for layer in packed_layers} == {make is packed}
-    assert arena.size < (0.75 if make is packed else 1.05) * stored
-    buffer = torch.zeros(max(layer.unpacked_bytes for layer in packed_layers), dtype=torch.uint8)
-    for tensors, layer in zip(layers, packed_layers, strict=True):
-        for chunk in layer.chunks:
-            chunk.unpack(arena.memory[chunk.start : chunk.end], buffer)
-        for name, tensor in tensors.items():
-            assert torch.equal(bits(layer.blocks[name].view(buffer)), bits(tensor)), name
-
-
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
     arena = PinnedArena(10 * PAGE, pin=False, grow=True)
     _opened.callback(arena.close)
@@ -208,27 +190,6 @@ def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch:
         ring.resize(2)
         assert [buffer.numel() for buffer in ring._buffers] == [ring.buffer_bytes] * 2
         assert ring.depth == 2
-
-
-def test_interleaved_passes_share_a_layers_weights() -> None:
-    ring, layers, tensors = ring_of(packed, 3)
-    order: list[tuple[int, int]] = []
-
-    def forward(rows: int) -> Tensor:
-        for layer, expected in zip(layers, tensors, strict=True):
-            assert same(layer(), expected)
-        return torch.tensor(rows)
-
-    for _ in range(2):
-        before = ring.bytes_copied
-        passes = [lambda rows=rows: forward(rows) for rows in range(4)]
-        results = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
-        assert [int(result) for result in results] == [0, 1, 2, 3]
-        assert order == [(layer, part) for layer in range(3) for part in range(4)]
-        assert ring.bytes_copied - before == sum(chunk.size for layer in ring.layers for chunk in layer.chunks)
-        order.clear()
-    with ring.weight_pass():
-        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
 
 
 def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> None:

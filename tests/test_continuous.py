@@ -446,24 +446,6 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     assert running.prefixes.held == 0
 
 
-def test_rows_that_give_way_had_a_kept_beginning(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu")
-    running = keeping(engine, monkeypatch, step=4)
-    rows = alike(8, 8, 16)
-    finish(running, [sequence.Sequence(row.prompt_ids[:6], 2, key=100 + row.key) for row in rows])
-    running.schedule.limits = running.schedule.limits._replace(positions=90)
-    running.schedule._early = running.schedule._tokens = 1000
-    limits = [row.left for row in rows]
-    finish(running, rows)
-    tally = running.schedule.tally
-    assert tally.yielded > 0
-    assert tally.again == 0, "what they have computed is kept"
-    assert sum(row.cached for row in rows) > 20
-    running.end()
-    check(engine, rows, limits)
-
-
 def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """They run with rows that reuse their prompt, and are not kept."""
     small(monkeypatch, 60)

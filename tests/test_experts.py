@@ -264,21 +264,6 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
             assert [number for number in range(8) if not poison[number]] == [3]
 
 
-def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
-    bench = Bench(1, 4, FakeQueues(), monkeypatch)
-    packed = bench.pool.layers[0].experts[2]
-    assert len(packed.parts) > 1
-    assert packed.parts[-1] == packed.size
-    for chunk in packed.chunks:
-        part = packed.part_of(chunk)
-        assert chunk.end - packed.start <= packed.parts[part]
-        assert part == 0 or packed.parts[part - 1] < chunk.end - packed.start
-    monkeypatch.setattr(packed_experts, "PART_BYTES", 16 << 20)
-    whole = type(packed)(packed.chunks, packed.unpacked_bytes)
-    assert whole.parts == (packed.size,), "small copies would slow the link"
-    bench.close()
-
-
 def test_the_timeline_tells_chosen_experts_apart(mixture: Kinds, waiting: None) -> None:
     loaded = load(mixture("mixtral"))
     token_ids, mask = prompts((5,))

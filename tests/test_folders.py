@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import save_config
 from tests.command import zinfer
 from tests.running import error, prefill
-from tests.test_parity import COMPARED, load, prompts
+from tests.test_parity import load, prompts
 from zinfer.checkpoint import gguf, quantization, resolve
 from zinfer.checkpoint.headers import INDEX, SINGLE, Checkpoint, CheckpointError
-from zinfer.core.case import Offload
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError
 from zinfer.core.progress import NOTE
@@ -113,16 +112,6 @@ def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str],
     assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
     assert error(logits(load("stream", folder, "cpu")), theirs(folder)) < 1e-5
     assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
-
-
-@pytest.mark.parametrize("compared", COMPARED)
-def test_every_engine_leaves_a_value_head_out(
-    compared: tuple[str, Offload], gpts: Callable[[str], Path], tmp_path: Path
-) -> None:
-    extra = HEAD | masks("transformer.h.{}.attn", 3)
-    folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra)
-    (tmp_path / "nvme").mkdir()
-    assert error(logits(load(compared[0], folder, compared[1], tmp_path / "nvme")), theirs(folder)) < 1e-5
 
 
 CHANGING = {

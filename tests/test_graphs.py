@@ -177,25 +177,6 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     assert not engine._graphs._spare
 
 
-def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun) -> None:
-    runs = []
-    for option in ("off", "auto"):
-        engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
-        token_ids, mask = prompts((9, 5, 7))
-        batch, _ = passes.prefill(engine, token_ids, mask, 14)
-        given = torch.arange(4, 4 + 3 * 14).view(14, 3)
-        for step in range(6):
-            passes.decode(engine, batch, given[step])
-        engine.rollback(batch, torch.tensor([12, 13, 11]))
-        logits = [passes.decode(engine, batch, given[step]) for step in range(6, 9)]
-        engine.retire(batch, [1])
-        logits += [passes.decode(engine, batch, given[step, :2]) for step in range(9, 12)]
-        runs.append(logits)
-        engine.close()
-    assert recorder.recorded
-    assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
-
-
 @pytest.mark.parametrize(("name", "by_name"), [("mistral", True), ("gemma2", False), ("gpt_oss", True)])
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch

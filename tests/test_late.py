@@ -18,7 +18,6 @@ from tests.command import zinfer
 from tests.inline_worker import InlineWorker
 from tests.serving import serving
 from tests.test_parity import BATCHES, greedy
-from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.request import Request, Sampling
@@ -244,21 +243,6 @@ def test_a_command_ends_as_if_it_had_loaded_first(verb: str, checkpoint: Path, t
     assert f"{LAST} holds NaN or infinity (value 7)" in done.stderr
     assert "tok/s" not in done.stderr
     assert not done.stdout
-
-
-def test_a_copy_of_the_model_is_loaded_from(checkpoint: Path) -> None:
-    """The model that computes is not touched by conversion."""
-    from zinfer.engine.state import ModelState
-
-    state = ModelState(resolve.from_directory(checkpoint), "safetensors")
-    other = state.with_own_model()
-    entry = next(entry for entry in state.entries.values() if entry.layer == 0)
-    given = entry.put(torch.ones(entry.tensor.shape))
-    loaded: dict[str, bool] = {name: tensor.isfinite().all().item() for name, tensor in other.load(CPU)}
-    assert loaded.keys() == state.entries.keys()
-    assert all(loaded.values())
-    module, leaf = entry.places[0]
-    assert module._parameters[leaf] is given
 
 
 def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(

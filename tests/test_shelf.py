@@ -71,17 +71,6 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench:
     assert cache.held == 0
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 30])
-def test_the_last_token_is_always_computed(bench: Bench, chunk: int) -> None:
-    """`matched` and `find` leave out the last token. Its logits are those of the next one."""
-    cache = bench.cache(chunk=chunk)
-    bench.run(TOKENS[:20], cache)
-    for count in (1, 2, 7, 8, 19, 20):
-        assert cache.matched(TOKENS[:count]) == sum(part.length for part in cache.find(TOKENS[:count])) == count - 1
-    for asked, cached in (([], 0), (TOKENS[:21], 20), ([*TOKENS[:19], 5], 19), ([5], 0)):
-        assert cache.matched(asked) == sum(part.length for part in cache.find(asked)) == cached
-
-
 def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(bench: Bench) -> None:
     cache = bench.cache(positions=40)
     other, third = TOKENS[::-1], [7, *TOKENS[5:]]
@@ -146,6 +135,8 @@ def test_the_longest_kept_prefix_is_found() -> None:
         cache.keep(tokens, engine, engine)  # type: ignore[arg-type]
         kept = [token for part in cache.find([*tokens, 9]) for token in part.tokens]  # type: ignore[attr-defined]
         assert kept == tokens
+        assert cache.matched(tokens) == len(tokens) - 1, "the logits of the last token are those of the next one"
+        assert sum(part.nbytes for part in cache.find(tokens)) == len(tokens) - 1
         sequences.append(tokens)
         assert cache.held == len({tuple(tokens[:end]) for tokens in sequences for end in range(1, len(tokens) + 1)})
     cache.close()

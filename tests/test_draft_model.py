@@ -351,18 +351,18 @@ def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: 
         load("stream", checkpoint("llama"), "cpu", draft=str(kind("mamba")))
 
 
-def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_commands_take_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Answers of `run` and `run --chat`, request counts, and one-line refusals."""
     target, small_one = checkpoint("bloom"), like(checkpoint("bloom"), tmp_path / "small", 0.02)
     model = ["--model", str(target), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
         processes = [
             zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
-            for draft in ("none", str(small_one))
+            for draft in ("none", "ngram", str(small_one))
         ]
-        assert [process.returncode for process in processes] == [0, 0], processes[1].stderr
-        assert processes[0].stdout == processes[1].stdout != ""
-        assert "--chat" in words or " drafts right" in processes[1].stderr
+        assert [process.returncode for process in processes] == [0, 0, 0], [process.stderr for process in processes]
+        assert processes[0].stdout == processes[1].stdout == processes[2].stdout != ""
+        assert "--chat" in words or " drafts right" in processes[2].stderr
         assert " drafts right" not in processes[0].stderr
     body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7, "seed": 5}
     asked = [{"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body | {"seed": index}}
@@ -377,10 +377,14 @@ def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints
         texts.append({answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in lines})
     assert texts[0] == texts[1]
     results = folder / "sweeps" / "results" / "load.jsonl"
-    load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", str(results)]
-    done = zinfer(folder, "sweep", *model, "--draft", f"none,{small_one}", *load)
+    load = ["--request-lengths", "fixed:9,100", "--num-requests", "4", "--in-flight", "2", "-o", str(results)]
+    done = zinfer(folder, "sweep", *model, "--draft", f"none,ngram,{small_one}", *load)
     assert done.returncode == 0, done.stderr
-    plain, drafted = (json.loads(line) for line in results.read_text().splitlines()[1:])
+    plain, looked_up, drafted = (json.loads(line) for line in results.read_text().splitlines()[1:])
+    assert 0 < looked_up["counts"]["accepted"] <= looked_up["counts"]["drafted"]
+    assert len(looked_up["pass_ms"]) < len(plain["pass_ms"]) == 200
+    refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
+    assert "equal batches of random tokens say nothing about drafts" in refused.stderr
     assert dict(drafted["case"]["options"])["draft"] == str(small_one)
     assert plain["counts"]["drafted"] == 0 < drafted["counts"]["drafted"]
     asked_for = ["--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "1", "--draft", str(small_one), "--json"]

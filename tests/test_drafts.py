@@ -1,6 +1,5 @@
 """Drafts: the tokens are those of decoding one by one, whatever is drafted, on every engine and KV cache."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ import torch
 
 from tests import Checkpoints, Patch
 from tests import test_cache_kinds as kinds
-from tests.command import zinfer
 from tests.test_continuous import LOAD, MORE, Words, alike, begin, greedy, keeping, run, sequences, small
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
@@ -200,26 +198,6 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, monkeypa
     assert sum(row.cached for row in second) > 20
     running.end()
     check(finished, expected)
-
-
-def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:
-    """Answers of `run` and `run --chat`, and counts of requests."""
-    model = ["--model", str(checkpoint("bloom")), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
-    for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
-        processes = [
-            zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
-            for draft in ("none", "ngram")
-        ]
-        assert [process.returncode for process in processes] == [0, 0], processes[1].stderr
-        assert processes[0].stdout == processes[1].stdout != ""
-    load = ["--request-lengths", "fixed:9,100", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
-    done = zinfer(folder, "sweep", *model, "--draft", "none,ngram", *load)
-    assert done.returncode == 0, done.stderr
-    plain, drafted = (json.loads(line) for line in (folder / "load.jsonl").read_text().splitlines()[1:])
-    assert plain["counts"]["drafted"] == 0 < drafted["counts"]["accepted"] <= drafted["counts"]["drafted"]
-    assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 200
-    refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
-    assert "equal batches of random tokens say nothing about drafts" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])

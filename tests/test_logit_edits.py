@@ -292,18 +292,8 @@ def test_stops_count_after_the_minimum_alone() -> None:
 
 
 def test_run_takes_all_parameters_with_drafts_and_without(folder: Path, checkpoint: Checkpoints) -> None:
-    words = [
-        "run",
-        "-m",
-        str(checkpoint("llama")),
-        "--offload",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--json",
-        "-p",
-        "hello hello",
-    ]
+    words = ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--dtype", "fp32", "--json"]
+    words += ["-p", "hello hello"]
     words += ["--output-len", "20", "--ignore-eos"]
     kinds = [
         [], ["--repetition-penalty", "1.5"], ["--presence-penalty", "2", "--frequency-penalty", "1"],

@@ -758,14 +758,3 @@ def test_with_little_room_fewer_layers_stay_and_more_of_them_unpacked() -> None:
         assert (some.step_s or 0.0) <= (other.step_s or 0.0)
     for plan in (alone, some, crowd):
         assert plan.gpu.total <= H100.gpu_bytes
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(NAMES), st.integers(0, 100), st.integers(0, 100))
-def test_more_on_the_gpu_means_less_over_the_link(name: str, small: int, other: int) -> None:
-    spec = resolve.resolve(name, None, None)
-    low, high = sorted((small, other))
-    less, more = (make_plan(asked(name, gpu_weights=f"{share}%"), spec, H100) for share in (low, high))
-    assert more.streamed_bytes <= less.streamed_bytes
-    assert more.gpu.weights >= less.gpu.weights
-    assert (more.step_s or 0) <= (less.step_s or 0)

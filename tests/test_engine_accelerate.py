@@ -22,23 +22,6 @@ from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
 
-def test_only_decoder_layers_are_offloaded(checkpoint: Checkpoints) -> None:
-    loaded = load("accelerate", checkpoint("bloom"), "cpu")
-    greedy(loaded, (3, 2))
-    spec, effective = loaded.plan.model, loaded.effective()
-    assert effective.host_weight_bytes == effective.streamed_bytes_per_step == spec.streamed_bytes
-    assert effective.gpu_weight_bytes == spec.other_bytes
-    assert effective.pinned_bytes == 0  # there is no device to pin for
-
-
-def test_files_lie_under_the_path_until_close(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    loaded = load("accelerate", checkpoint("llama"), "nvme", tmp_path)
-    sizes = [file.stat().st_size for file in tmp_path.rglob("*.dat")]
-    assert sum(sizes) == loaded.effective().nvme_weight_bytes == loaded.plan.model.streamed_bytes
-    loaded.close()
-    assert not list(tmp_path.iterdir())
-
-
 def test_nvme_wants_a_folder(checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="--nvme-path"):
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
@@ -93,6 +76,8 @@ def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
     actual = {"cpu": effective.host_weight_bytes, "nvme": effective.nvme_weight_bytes}
     assert actual.pop(offload) == {"cpu": plan.host, "nvme": plan.nvme}[offload].weights == (3 - stay) * layer
     assert list(actual.values()) == [0]
+    assert effective.pinned_bytes == 0, "there is no device to pin for"
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.dat")) == (offload == "nvme") * (6 - stay) * layer
     assert not_as_asked(plan.case, effective, spec.streamed_bytes) is None
     unasked = plan.case.model_copy(update={"gpu_weights": "34%"})
     assert (not_as_asked(unasked, effective, spec.streamed_bytes) is None) == (stay < 3)

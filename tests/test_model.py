@@ -127,17 +127,6 @@ def test_a_copy_counts_its_own_layers() -> None:
         assert copy == anew
 
 
-def test_slice_keeps_the_first_layers() -> None:
-    whole = resolve.from_catalogue("qwen2.5-72b")
-    part = whole.slice(3)
-    assert (part.num_layers, part.total_layers) == (3, 80)
-    assert part.other_parameters == whole.other_parameters
-    assert part.streamed_bytes == 3 * whole.layer_bytes
-    assert part.kv_bytes_per_token * 80 == whole.kv_bytes_per_token * 3
-    assert sum(weight.numel() for weight in build(part).parameters()) == part.parameters
-    assert whole.config["num_hidden_layers"] == 80
-
-
 def test_a_slice_cuts_lists_deep_in_the_configuration() -> None:
     pytest.importorskip("transformers.models.minimax_m3_vl")
     sparse = resolve.from_catalogue("minimax-m3").slice(4)

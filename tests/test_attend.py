@@ -94,18 +94,9 @@ def blocks_of(
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
 )
-def test_attention_to_several_micro_batches_is_that_of_each(
-    lengths: tuple[int, ...],
-    count: int,
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    biases: list[str],
-    threads: int,
-    softcap: float | None,
-    sinks: bool,
-) -> None:
+def test_attention_to_several_micro_batches_is_that_of_each(**drawn: Any) -> None:
     """Threads take parts of the tokens where heads are few."""
-    check_attention(lengths, count, sizes, dtype, biases, threads, softcap, sinks)
+    check_attention(**drawn)
 
 
 def check_attention(

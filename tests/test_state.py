@@ -64,15 +64,6 @@ def test_a_damaged_shard_is_named(bytes_more: int | None, what: str, copy: Model
     refused(copy, f"{shard.name} is {what}")
 
 
-def test_a_weight_map_may_not_leave_the_folder(copy: ModelSpec) -> None:
-    index = Path(str(copy.directory)) / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    shutil.copy(shards(copy)[0], index.parent.parent / "outside.safetensors")
-    content["weight_map"] = dict.fromkeys(content["weight_map"], "../outside.safetensors")
-    index.write_text(json.dumps(content))
-    refused(copy, "'../outside.safetensors'")
-
-
 def test_a_model_without_a_checkpoint_says_what_to_do() -> None:
     spec = resolve.from_catalogue(resolve.catalogue_names()[0])
     with pytest.raises(CheckpointError, match="--load-format dummy"):

@@ -29,8 +29,10 @@ BIASES = {torch.float32: ("none", "one", "each"), torch.bfloat16: ("each",), tor
 # With sinks. A head of the first has one program, one of the last has queries of two tokens for each of eight heads.
 SUNK = ((3, 2, 8, 60, 64, 64), (1, 2, 4, 200, 64, 64), (1, 2, 16, 129, 24, 40))
 MODELS = {
-    "llama": ARCHITECTURES["llama"],
-    "gpt_oss": kinds.KINDS["gpt_oss"] | {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "llama": ARCHITECTURES["llama"] | {"num_hidden_layers": 2},
+    "gpt_oss": kinds.KINDS["gpt_oss"]
+    | {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
 }
 OTHERS = {
     "few positions": (1, 2, 4, 100, 64, 64),

@@ -208,7 +208,7 @@ def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
 
 def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
     file = os.memfd_create("zinfer")
-    arena = PinnedArena(1 << 30, pin=False, grow=True, shared=file)
+    arena = PinnedArena(1 << 26, pin=False, grow=True, shared=file)
     arena.allocate(3 * PAGE).fill_(2)
     arena.seal()
     assert os.fstat(file).st_size == 3 * PAGE, "memory touched ahead is given back"

@@ -302,10 +302,11 @@ def test_run_takes_all_parameters_with_drafts_and_without(folder: Path, checkpoi
     ]  # fmt: skip
     answers = []
     for kind in kinds:
-        plain, drafted = (zinfer(folder, *words, *kind, *draft) for draft in ([], ["--draft", "ngram"]))
+        plain = zinfer(folder, *words, *kind)
         assert plain.returncode == 0, plain.stderr
         answers.append(json.loads(plain.stdout)[0])
-        assert json.loads(drafted.stdout)[0]["output_ids"] == answers[-1]["output_ids"]
+    drafted = zinfer(folder, *words, *kinds[1], "--draft", "ngram")
+    assert json.loads(drafted.stdout)[0]["output_ids"] == answers[1]["output_ids"]
     ids = [tuple(answer["output_ids"]) for answer in answers]
     assert len({*ids}) == len(kinds)
     assert ids[3] == (70,) * 20

@@ -54,7 +54,7 @@ def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
         assert loaded.effective().settings["resident_layers"] == 1
         assert loaded.effective().host_weight_bytes < 0.8 * 2 / 3 * loaded.plan.model.streamed_bytes
     try:
-        return [greedy(loaded, lengths) for lengths in BATCHES]
+        return [greedy(loaded, lengths, 5) for lengths in BATCHES]
     finally:
         loaded.close()
 

@@ -174,7 +174,7 @@ HOSTS: tuple[tuple[str, int | None], ...] = (
     ("h100-80gb", 24),
     ("rtx-4090", None),
 )
-BUDGETS = ("0%", "256MiB", "1GiB", "2GiB", "4GiB", "7GiB", "10GiB", "15GiB", "20GiB", "30GiB", "40GiB", "60GiB")
+BUDGETS = ("0%", "256MiB", "1GiB", "4GiB", "7GiB", "10GiB", "20GiB", "40GiB", "60GiB")
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 48])

@@ -89,6 +89,7 @@ def test_a_killed_process_leaves_nothing_for_good(folder: Path, state: Path, scr
 
 def test_the_next_command_says_what_it_removed(folder: Path) -> None:
     path = killed(WEIGHTS, folder)
+    (folder / "nothing").mkdir()
     result = CliRunner().invoke(cli, ["export", str(folder / "nothing")])
     assert result.exit_code == 4
     assert f"removed {path}," in result.stderr

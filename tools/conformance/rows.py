@@ -65,7 +65,7 @@ def come_and_go(engine: Engine, reference: Reference, drafts: bool = False, kept
     oracle = Oracle({row.key: (row.prompt_ids, answers[row.key % count]) for row in rows}, WRONG)
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
+        patch.setattr(PassTimes, "room", lambda *_: 1000)
         patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
         running = ContinuousScheduler(
             engine, Words(), engine.plan.case.workload, drafter=oracle if drafts else None,  # type: ignore[arg-type]

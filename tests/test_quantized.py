@@ -90,6 +90,28 @@ def test_checkpoints_of_modelopt(kind: str, separate: bool, tmp_path: Path) -> N
     assert from_directory(directory).stored_ratio < 0.62
 
 
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [("stream", "cpu"), *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("accelerate", "deepspeed"))],
+)
+def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
+    """Tokens are those of a checkpoint with the dequantised weights."""
+    directory = quantized.fp8(llama(tmp_path / "m"))
+    config: Any = FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=config)
+    model.config.quantization_config = None
+    plain = llama(tmp_path / "plain")
+    for file in plain.glob("model*"):
+        file.unlink()
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, plain / "model.safetensors")
+    texts = []
+    for folder in (directory, plain):
+        engine = load_engine(name, folder, offload, tmp_path, dtype="bfloat16")
+        texts.append(greedy(engine, (5, 9, 3)))
+        engine.close()
+    assert torch.equal(*texts)
+
+
 STEPS = 8192, 8192  # bytes from one of two matrices to the next, packed and unpacked
 
 

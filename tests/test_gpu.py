@@ -474,7 +474,7 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str) -> None:
         assert error(actual, expected) < (0.008 if codes.minimums else 0.006)
 
 
-@pytest.mark.usefixtures("always", "humming")
+@pytest.mark.usefixtures("humming")
 @pytest.mark.parametrize("share", ["60%", "100%"])
 @pytest.mark.parametrize("name", ["int4 asymmetric", "nvfp4", "gptq of 8 bits", "mxfp4 of experts"])
 def test_layers_that_stay_packed_give_the_same_logits(name: str, share: str, tmp_path: Path) -> None:

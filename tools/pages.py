@@ -53,11 +53,6 @@ FIGURES = (
     "nvidia-h100-80gb-hbm3/reuse-llama-3.1-8b-stream-cpu",
     "nvidia-h200-16-cores-125-gib/llama-3.1-8b-tensorrt-budget",
 )
-# What a sweep's own description does not say.
-CAVEATS = {
-    "gpt-oss-120b-llama-server": "Of all sweeps with llama-server here: routers of their random GGUF sent all tokens "
-    "to the same few experts, so it read fewer weights than zinfer for more than one row, and in prompts."
-}
 HEADS = (
     "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#weights on GPU", "#decode tok/s",
     "#output tok/s", "beside it", "#weights on GPU", "#decode ratio", "#output ratio",
@@ -312,7 +307,7 @@ def _description(name: str) -> str:
     """Return a sweep's description, from its header or its packaged recipe."""
     header, path = read(RESULTS / f"{name}.jsonl").headers[0], RECIPES / f"{Path(name).name}.toml"
     if header.description or not path.exists():
-        return header.description or CAVEATS.get(Path(name).name, "")
+        return header.description
     recipe = documents.read_toml(path)
     axes = {key: recipe[key] for key in ("model", "engine", "layers", "gpu_weights") if key in recipe}
     same = all(header.recipe.get(key) == (value if isinstance(value, list) else [value]) for key, value in axes.items())

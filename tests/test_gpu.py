@@ -317,7 +317,7 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     assert torch.equal(greedy(engine, lengths), kinds.expected(kind("gpt_oss"), lengths))
     settings = engine.effective().settings
     assert (settings["cuda_graphs"], settings["graph_kernels"]) == ("on", "on")
-    assert all(map(len, engine._graphs._replaced))
+    assert all(kernels.places for kernels in engine._graphs._replaced)
     engine.close()
 
 

@@ -14,9 +14,9 @@ n]`` does not say where on the device a step's tokens are. A graph is believed o
 step without it. Rounding may lead a token to other experts, and grows from layer to layer, in random weights above all;
 so where logits differ, the keys and values of the first layers decide.
 
-What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), products of few
-tokens (`linears`), rotary positions (`rotations`), routers (`routers`), new keys and values, and attention with sinks,
-or where few rows have many positions (`split_attention`).
+What is recorded has fewer and faster kernels than the model's own code launches: of norms, products of few tokens,
+rotary positions and routers (`fused`), new keys and values, and attention with sinks, or where few rows have many
+positions (`split_attention`).
 
 The memory of a retired micro-batch is kept for the next one of the same shape, together with its graphs; any other
 micro-batch that is admitted frees it first (`Graphs.make_room`).
@@ -40,12 +40,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
+from zinfer.engine.stream.fused import Kernels, Linears, Norms, Rotations, Routers
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
-from zinfer.engine.stream.linears import Linears
-from zinfer.engine.stream.norms import Norms
-from zinfer.engine.stream.rotations import Rotations
-from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.split_attention import plain_attention, split_attention
 from zinfer.engine.triton_check import cannot_run
 
@@ -150,9 +147,9 @@ class CudaRecorder:
 
     @staticmethod
     def _rehearse(run: Run) -> None:
-        """Run a pass twice before its recording. That loads kernels, those of products that the first run finds to
-        belong together (`linears`) as well, and takes workspaces. Raises RuntimeError if the host waits for the device
-        in it, which would spoil the recording."""
+        """Run a pass twice before its recording. That loads kernels, those that `fused.Linears` joins after the first
+        run as well, and takes workspaces. Raises RuntimeError if the host waits for the device in it, which would spoil
+        the recording."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -379,7 +376,7 @@ class Graphs:
         self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
         self.kernels = "none"  # whether own ones take the place of the model's
-        self._replaced: list[Norms | Linears | Rotations | Routers] = []
+        self._replaced: list[Kernels] = []
         self._attend: Attend = plain_attention
         self._append: Append | None = None
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())

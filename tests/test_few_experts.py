@@ -189,14 +189,13 @@ def test_the_kernels_compile_for_an_h100() -> None:
     from zinfer.engine.stream.experts import expert_kernel as kernel
 
     pointers = dict.fromkeys(("states", "weights", "bias"), "*bf16") | {"experts": "*i64", "out": "*fp32"}
-    for rows, columns, matrices, transposed in ((14336, 4096, 2, False), (5760, 2880, 1, True)):
-        tiles = kernel.Tiles.of(rows, columns, 2, transposed, matrices)
+    for rows, columns, transposed in ((14336, 4096, False), (5760, 2880, True)):
+        tiles = kernel.Tiles.of(rows, columns, 2, transposed)
         constants: dict[str, Any] = {
-            "EXPERTS": 8, "ROWS": rows, "COLUMNS": columns, "EACH": 2, "GATED": matrices == 2, "ONCE": True,
-            "TRANSPOSED": transposed, "TYPE": tl.bfloat16, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns,
+            "EXPERTS": 8, "ROWS": rows, "COLUMNS": columns, "EACH": 2, "ONCE": True,
+            "TRANSPOSED": transposed, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns,
         }  # fmt: skip
-        types = pointers | ({"out": "*bf16"} if matrices == 2 else {})
-        compile_for_h100(kernel._multiply, constants, types, num_warps=kernel.WARPS)
+        compile_for_h100(kernel._multiply, constants, pointers, num_warps=kernel.WARPS)
     constants = {
         "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "PRODUCT": tl.float32,
         "SPLITS": 16, "BLOCK": kernel.COMBINED,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.cache_utils import Cache
 
 Record = Callable[[Callable[[], Any]], Callable[[], Any]]
@@ -91,15 +92,26 @@ class LayerGraphs:
         return logits
 
     def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = list(_tensors((args, kwargs)))
+        given, form = tree_flatten((args, kwargs))
+        tensors = [value for value in given if isinstance(value, Tensor)]
         if not self._checks:
             graph = self._graphs[index]
             self._copy(tensors, graph.inputs)
             return graph.replay()
+
+        def call(inputs: Iterator[Tensor], cache: Cache) -> Any:
+            """Call the layer with other tensors, and another cache, among its arguments."""
+            swapped = [
+                next(inputs) if isinstance(value, Tensor) else cache if isinstance(value, Cache) else value
+                for value in given
+            ]
+            others, options = tree_unflatten(swapped, form)
+            return forward(*others, **options)
+
         output = forward(*args, **kwargs)
         if self.fault is None:
             try:
-                self._check(index, partial(_swapped, forward, args, kwargs), tensors, output)
+                self._check(index, call, tensors, output)
             except Exception as error:
                 self.fault = fault_of(error, "a decoder layer")
         return output
@@ -134,37 +146,10 @@ class LayerGraphs:
         self._copy(tensors, graph.inputs)
         result = graph.replay()
         same = True
-        for expected, actual in zip(_tensors(output), _tensors(result), strict=True):
-            self._memory[id(expected)] = expected, actual
-            same = same and self._alike(actual, expected)
+        for expected, actual in zip(tree_leaves(output), tree_leaves(result), strict=True):
+            if isinstance(expected, Tensor):
+                self._memory[id(expected)] = expected, actual
+                same = same and self._alike(actual, expected)
         self._different += not same
         if self._different > self._may_differ:
             self.fault = DIFFERS
-
-
-def _swapped(forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Iterator[Tensor], cache: Cache) -> Any:
-    """Call `forward` with other tensors, and another cache, among its arguments."""
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return next(inputs)
-        if isinstance(value, Cache):
-            return cache
-        if isinstance(value, tuple | list):
-            return type(value)(map(swap, value))
-        return {name: swap(part) for name, part in value.items()} if isinstance(value, dict) else value
-
-    args, kwargs = swap(args), swap(kwargs)
-    return forward(*args, **kwargs)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)

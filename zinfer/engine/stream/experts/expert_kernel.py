@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.stream.experts.modules import Gate
-from zinfer.engine.stream.weights.expand import rounded
+from zinfer.engine.stream.weights.expand import TYPES, rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
 WARPS = 4
@@ -30,7 +30,6 @@ MAX_LENGTH = 1024  # weights along a tile's contiguous side: as many as all thre
 MIN_PROGRAMS = 4096  # of a launch, if they have enough to read: four waves of an H100
 MIN_READ = 16384  # weights of a program where columns are split
 COMBINED, ADDED = 256, 4096  # rows of a program that adds partial sums, and its values, at most
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,15 @@ class Tiles:
     splits: int  # programs that share a block of rows
 
     @classmethod
-    def of(cls, rows: int, columns: int, pairs: int, transposed: bool, matrices: int = 1) -> "Tiles":
-        """Choose tiles for `pairs` pairs; several `matrices` are read together, and no column is split."""
+    def of(cls, rows: int, columns: int, pairs: int, transposed: bool) -> "Tiles":
+        """Choose tiles for `pairs` pairs."""
         contiguous, other = (rows, columns) if transposed else (columns, rows)
         length = _divisor(contiguous, MAX_LENGTH if not transposed else MAX_LENGTH // 8)
         count = min(TILE // length, triton.next_power_of_2(other))
         tile_rows, tile_columns = (length, count) if transposed else (count, length)
         blocks, steps = triton.cdiv(rows, tile_rows) * pairs, triton.cdiv(columns, tile_columns)
-        splits = 1
-        if matrices == 1:
-            min_steps = max(1, MIN_READ // (tile_rows * tile_columns))
-            splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // min_steps))
+        min_steps = max(1, MIN_READ // (tile_rows * tile_columns))
+        splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // min_steps))
         each = triton.cdiv(steps, splits)
         return cls(tile_rows, tile_columns, each, triton.cdiv(steps, each))
 
@@ -65,19 +62,6 @@ def _divisor(size: int, limit: int) -> int:
     return largest if largest >= 64 else min(limit, 256, triton.next_power_of_2(size))
 
 
-def multiply_gated(states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` of each pair, ``[pairs, rows]``.
-
-    `states` is ``[tokens, columns]``, `weights` ``[E, 2 * rows, columns]``, gate before up, `experts` ``[tokens, k]``.
-    """
-    rows, columns = weights.shape[1] // 2, weights.shape[2]
-    pairs, tokens = experts.numel(), len(states)
-    tiles = Tiles.of(rows, columns, pairs, False, matrices=2)
-    out = torch.empty((pairs, rows), dtype=states.dtype, device=states.device)
-    _launch(states, weights, experts, out, tiles, rows, columns, pairs // tokens, gate=True, transposed=False)
-    return out
-
-
 def multiply(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
     """Return partial products of each pair, float32 ``[pairs, splits, rows]``. They are to be added along `splits`.
     `states` is ``[tokens, columns]``, or ``[pairs, columns]``; `weights` are ``[E, rows, columns]``, or if `transposed`
@@ -86,23 +70,7 @@ def multiply(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool)
     pairs = experts.numel()
     tiles = Tiles.of(rows, columns, pairs, transposed)
     out = torch.empty((pairs, tiles.splits, rows), dtype=torch.float32, device=states.device)
-    _launch(states, weights, experts, out, tiles, rows, columns, pairs // len(states), False, transposed)
-    return out
-
-
-def _launch(
-    states: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    out: Tensor,
-    tiles: Tiles,
-    rows: int,
-    columns: int,
-    each: int,
-    gate: bool,
-    transposed: bool,
-) -> None:
-    _multiply[(experts.numel(), triton.cdiv(rows, tiles.rows), tiles.splits)](
+    _multiply[(pairs, triton.cdiv(rows, tiles.rows), tiles.splits)](
         states,
         weights,
         experts,
@@ -111,15 +79,14 @@ def _launch(
         EXPERTS=weights.shape[0],
         ROWS=rows,
         COLUMNS=columns,
-        EACH=each,
-        GATED=gate,
+        EACH=pairs // len(states),
         TRANSPOSED=transposed,
         ONCE=len(experts) == 1,
-        TYPE=_TYPES[states.dtype],
         BLOCK_ROWS=tiles.rows,
         BLOCK_COLUMNS=tiles.columns,
         num_warps=WARPS,
     )
+    return out
 
 
 def combine(
@@ -144,7 +111,7 @@ def combine(
         EXPERTS=count,
         ROWS=rows,
         EACH=each,
-        PRODUCT=_TYPES[product],
+        PRODUCT=TYPES[product],
         SPLITS=together,
         BLOCK=block,
         num_warps=4,
@@ -188,66 +155,37 @@ def _multiply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EACH: tl.constexpr,
-    GATED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ONCE: tl.constexpr,
-    TYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Multiply tiles of an expert's matrix with the states of one pair. `ONCE` means that no other pair has the same
     expert."""
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     pair = tl.program_id(0)
     expert = tl.load(experts + pair).to(tl.int64)
     expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    MATRIX: tl.constexpr = ROWS * COLUMNS
     states += pair // EACH * COLUMNS
-    weights += expert * (2 * MATRIX if GATED else MATRIX)
+    weights += expert * (ROWS * COLUMNS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    other = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
         column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         element = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
-        tile = _tile(weights + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+        if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:
+            tile = tl.load(weights + element, eviction_policy=POLICY)
+        else:
+            inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+            tile = tl.load(weights + element, mask=inside, other=0.0, eviction_policy=POLICY)
         if COLUMNS % BLOCK_COLUMNS == 0:
             state = tl.load(states + column).to(tl.float32)[None, :]
         else:
             state = tl.load(states + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            second = _tile(weights + MATRIX + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
-            other += second.to(tl.float32) * state
         total += tile.to(tl.float32) * state
-    value = tl.sum(total, 1)
-    if GATED:
-        gate = rounded(value, TYPE).to(tl.float32)
-        gate = rounded(gate / (1.0 + tl.exp(-gate)), TYPE).to(tl.float32)
-        up = rounded(tl.sum(other, 1), TYPE).to(tl.float32)
-        tl.store(out + pair * ROWS + row, rounded(gate * up, TYPE), mask=row < ROWS)
-    else:
-        element = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
-        tl.store(out + element, value, mask=row < ROWS)
-
-
-@triton.jit
-def _tile(
-    places,
-    row,
-    column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ONCE: tl.constexpr,
-):
-    """Load a tile of weights, with zeros outside of the matrix."""
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:
-        return tl.load(places, eviction_policy=POLICY)
-    else:
-        inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-        return tl.load(places, mask=inside, other=0.0, eviction_policy=POLICY)
+    element = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
+    tl.store(out + element, tl.sum(total, 1), mask=row < ROWS)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -330,16 +268,7 @@ def _activate(
 
 
 @triton.jit
-def _summed(
-    partial,
-    bias,
-    row,
-    inside,
-    splits,
-    WIDTH: tl.constexpr,
-    TYPE: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def _summed(partial, bias, row, inside, splits, WIDTH: tl.constexpr, TYPE: tl.constexpr, SPLITS: tl.constexpr):
     """Return the sums of partial products with their bias, float32."""
     split = tl.arange(0, SPLITS)
     mask = (split < splits)[:, None] & inside[None, :]

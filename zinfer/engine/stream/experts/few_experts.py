@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of, through_interface
+from zinfer.engine.stream.experts.modules import computes_more, gate_of, through_interface
 from zinfer.engine.stream.weights.low_bit import Aligned, Matrix
 from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight
 from zinfer.engine.triton_check import cannot_run
@@ -133,43 +133,34 @@ def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -
 
 
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    from zinfer.engine.stream.experts.expert_kernel import activate, combine, multiply, multiply_gated
+    from zinfer.engine.stream.experts.expert_kernel import activate, combine, multiply
 
     matrices = _matrices(module)
     assert matrices is not None
-    ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
+    (up, up_bias), (down, down_bias) = matrices
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
     aligned: dict[int, Aligned] = {}
-    coded, gate = _from_codes(up, down), gate_of(module)
-    if coded is None and gate == Gate() and up_bias is None and not transposed:
-        inner = multiply_gated(states, _unpacked(up), experts)
+    codes, gate = _from_codes(up, down) or (None, None), gate_of(module)
+
+    def product(states: Tensor, matrix: Matrix | None, weight: Tensor) -> Tensor:
+        if matrix is not None:
+            return matrix.multiply_pairs(states, experts, aligned)
+        if isinstance(weight, LazyWeight):  # kernels get its address alone
+            weight.fill()
+        return multiply(states, weight, experts, bool(module.is_transposed))
+
+    partial = product(states, codes[0], up)
+    if gate is not None:
+        inner = states.new_empty(len(partial), partial.shape[2] // 2)
+        activate(partial, experts, count, up_bias, gate, inner)
     else:
-        if coded is not None:
-            partial = coded[0].multiply_pairs(states, experts, aligned)
-        else:
-            partial = multiply(states, _unpacked(up), experts, transposed)
-        if gate is not None:
-            inner = states.new_empty(len(partial), partial.shape[2] // 2)
-            activate(partial, experts, count, up_bias, gate, inner)
-        else:
-            first: Any = combine(partial, experts, count, up_bias, None, states.dtype)
-            inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)  # type: ignore[operator]
-            inner = inner.contiguous()
-    if coded is not None:
-        partial = coded[1].multiply_pairs(inner, experts, aligned)
-    else:
-        partial = multiply(inner, _unpacked(down), experts, transposed)
-    return combine(partial, experts, count, down_bias, weights, states.dtype)
+        first: Any = combine(partial, experts, count, up_bias, None, states.dtype)
+        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)  # type: ignore[operator]
+        inner = inner.contiguous()
+    return combine(product(inner, codes[1], down), experts, count, down_bias, weights, states.dtype)
 
 
 def _from_codes(up: Tensor, down: Tensor) -> tuple[Matrix, Matrix] | None:
     """Return two stacked weights as kernels read their codes; None if they are multiplied unpacked."""
     first, second = (weight.matrix() if isinstance(weight, LazyWeight) else None for weight in (up, down))
     return None if first is None or second is None else (first, second)
-
-
-def _unpacked(weights: Tensor) -> Tensor:
-    """Return a stacked weight, unpacked from now on. Kernels get its address alone."""
-    if isinstance(weights, LazyWeight):
-        weights.fill()
-    return weights

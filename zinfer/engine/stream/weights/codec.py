@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zinfer.engine.stream.weights.block import BLOCK as BLOCK
-from zinfer.engine.stream.weights.block import LEVELS as LEVELS
-from zinfer.engine.stream.weights.block import MAX_ESCAPES
-from zinfer.engine.stream.weights.block import ROW as ROW
-
+BLOCK = 16384  # values in a block; small enough for the tables to follow rows of differing scale
+LEVELS = 4  # the fourth saves 0.2% of the size, a fifth would save 0.04%
+ROW = 16  # codes in a row of 32 bits
+# The GPU unpacks levels 2.. into the block's own place in `out`, before the values, which needs some free space there.
+# A block with more escapes than this is noise.
+MAX_ESCAPES = BLOCK - 4 * ROW
 # A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much. For FP8,
 # which takes a launch in any case, it is the size from which the GPU unpacks faster than the link brings it.
 MIN_NUMEL = 1 << 20

@@ -158,18 +158,15 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(l
 
 
 @pytest.mark.usefixtures("compiler")
-def test_values_may_be_too_wide_for_the_compiled_code() -> None:
-    (blocks, _), queries = blocks_of((30,), 90, 16, 300, torch.bfloat16), noise(2, 90, 1, 16)
-    assert not cpu_kernel.can_attend(queries, blocks)
-
-
-def test_unsuitable_shapes_are_left_to_torch() -> None:
-    queries, (block, *_) = noise(2, 3, 1, 16), blocks_of((40,), 3, 16, 16, torch.bfloat16)[0]
-    assert not cpu_kernel.can_attend(noise(2, 3, 129, 16), [block])  # many rows
-    assert not cpu_kernel.can_attend(noise(2, 3, 1, 40), [(block[0].mT, block[1].mT)])  # no row of it is whole
-    assert not cpu_kernel.can_attend(noise(3, 1, 16), [block])
-    assert not cpu_kernel.can_attend(queries.long(), [block])
-    assert not cpu_kernel.can_attend(noise(2, 3, 1, 2000), blocks_of((40,), 3, 2000, 16, torch.bfloat16)[0])
+@pytest.mark.parametrize(
+    ("count", "width", "columns", "whole"),
+    [(1, 16, 16, True), (129, 16, 16, False), (1, 16, 300, False), (1, 2000, 16, False), (1, 40, 40, False)],
+)
+def test_unsuitable_shapes_are_left_to_torch(count: int, width: int, columns: int, whole: bool) -> None:
+    """Many queries, wide values, wide keys, and rows that do not lie together."""
+    (keys, values), *_ = blocks_of((40,), 3, width, columns, torch.bfloat16)[0]
+    block = (keys.mT, values.mT) if width == 40 else (keys, values)
+    assert cpu_kernel.can_attend(noise(2, 3, count, width), [block]) == whole
 
 
 @pytest.mark.usefixtures("compiler")

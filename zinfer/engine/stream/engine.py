@@ -77,7 +77,7 @@ class Stream(SharedPasses):
         self._inspect()
         self._ragged = Ragged(self.model, self._layers, self._accepted, device)
         self._ragged.able = self._ragged.able and self._knows_padding
-        recorder: graphs.Recorder | str = "weights cross the link" if self._group is not None else "off"
+        recorder: graphs.CudaRecorder | str = "weights cross the link" if self._group is not None else "off"
         if self._group is None and options.cuda_graphs == "auto":
             recorder = graphs.recorder_of(device)
         routed, inputs = plan.model.num_experts > 1, (self._cache_name, self._accepted)

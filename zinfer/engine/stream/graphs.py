@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,14 +79,6 @@ Shape = tuple[int, int]  # tokens of each row in a step, and the number of last 
 States = list[tuple[Tensor, Tensor]]  # hidden states before and after each decoder layer
 
 
-class Recorder(Protocol):
-    """Recorder of the work that a function gives the device."""
-
-    def record(self, run: Run) -> Run:
-        """Record `run`; return a function that replays it. The function works on the same memory, and returns the same
-        tensor."""
-
-
 class CudaRecorder:
     """Recorder of CUDA graphs, which share one pool of memory: each result is copied before the next graph runs."""
 
@@ -105,6 +97,7 @@ class CudaRecorder:
             self._keeper.capture_end()
 
     def record(self, run: Run) -> Run:
+        """Record `run`; return a function that replays it, on the same memory, and returns the same tensor."""
         try:
             return self._record(run)
         except torch.OutOfMemoryError:
@@ -167,7 +160,7 @@ class CudaRecorder:
         self._open_pool()
 
 
-def recorder_of(device: torch.device) -> Recorder | str:
+def recorder_of(device: torch.device) -> CudaRecorder | str:
     """Return the recorder of a device, or why there is none."""
     return CudaRecorder(device) if device.type == "cuda" else "no GPU"
 
@@ -359,7 +352,7 @@ class Graphs:
         routed: bool,
         ragged: Ragged,
         inputs: tuple[str, frozenset[str]],
-        recorder: Recorder | str,
+        recorder: CudaRecorder | str,
         surrounding: Callable[[], AbstractContextManager[None]],
         restart: Callable[[int], None],
     ) -> None:

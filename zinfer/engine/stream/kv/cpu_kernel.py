@@ -91,28 +91,13 @@ def sinks_of(sinks: Tensor, heads: int, count: int) -> Tensor:
 
 
 def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether `attend` can be computed by the compiled code."""
-    rows, heads, count, width = queries.shape if queries.dim() == 4 else (0, 0, 0, 0)
-    dtypes = {tensor.dtype for keys, values in blocks for tensor in (keys, values)}
-    return (
-        rows * heads > 0
-        and queries.dtype in FLOATS
-        and queries.device.type == "cpu"
-        and count <= MAX_ROWS
-        and len(dtypes) == 1
-        and sum(len(keys) for keys, _ in blocks) == rows
-        and all(
-            len(keys) == len(values)
-            and keys.shape[1] == heads == values.shape[1]
-            and keys.shape[2] == values.shape[2] > 0
-            and values.shape[-1] == blocks[0][1].shape[-1] <= MAX_COLUMNS
-            and keys.shape[-1] == width
-            and _is_read(keys)
-            and _is_read(values)
-            for keys, values in blocks
-        )
-        and library() is not None
-    )
+    """Tell whether the compiled code can compute `attend`: sizes, and how rows lie in memory."""
+    halves = [half for block in blocks for half in block]
+    whole_rows = all(half.stride(-1) == 1 and _has_scales(half) for half in halves)
+    width, columns = queries.shape[3], blocks[0][1].shape[3]
+    fits = queries.shape[2] <= MAX_ROWS and width <= MAX_WIDTH and columns <= MAX_COLUMNS
+    one_type = len({half.dtype for half in halves}) == 1
+    return fits and whole_rows and one_type and library() is not None
 
 
 def quantize_rows(states: Tensor) -> Tensor:
@@ -141,22 +126,16 @@ def dequantized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of an int8 `matrix` in `dtype`; any other matrix as it is. Raises ValueError for lost scales."""
     if matrix.dtype != torch.int8:
         return matrix
-    if matrix.stride(-2) < matrix.shape[-1] + SCALE_BYTES:
+    if not _has_scales(matrix):
         raise ValueError("an int8 matrix without the scales of its rows")
     behind = matrix.storage_offset() + matrix.shape[-1]
     scale = matrix.as_strided((*matrix.shape[:-1], SCALE_BYTES), matrix.stride(), behind).contiguous()
     return (matrix.float() * scale.view(torch.float32)).to(dtype)
 
 
-def _is_read(matrix: Tensor) -> bool:
-    """Tell whether the compiled code can read a matrix: its type, its width, and how its rows lie in host memory."""
-    return (
-        matrix.dtype in NAMES
-        and matrix.shape[-1] <= MAX_WIDTH
-        and matrix.stride(-1) == 1
-        and (matrix.dtype in FLOATS or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES)
-        and matrix.device.type == "cpu"
-    )
+def _has_scales(matrix: Tensor) -> bool:
+    """Tell whether the rows of a matrix have their scales behind them, if they need some."""
+    return matrix.dtype != torch.int8 or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES
 
 
 @cache

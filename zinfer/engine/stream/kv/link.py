@@ -25,15 +25,17 @@ class PartFetch:
 
     @property
     def nbytes(self) -> int:
-        return self.store.part_bytes(self.part)
+        """Bytes of the largest layer of the full part."""
+        parts = self.store.stored_parts.items()
+        return max((stored.memory.nbytes for (_, row), stored in parts if row == self.part.start), default=0)
 
     def transfer(self, layer: int) -> Transfer | None:
-        stored = self.store.stored_part(layer, self.part)
+        stored = self.store.stored_parts.get((layer, self.part.start))  # None if the layer stores nothing
         if stored is None:
             return None
         return Transfer(
             layer,
-            source=lambda: stored.held(self.length).view(-1),
+            source=lambda: stored.held(self.length).flatten(),
             ready=lambda: stored.length >= self.length,
             before=lambda: stored.written.wait(),
         )
@@ -44,38 +46,32 @@ class PartFetch:
 
 @dataclass
 class StoredPart:
-    """Keys and values of one part in one layer: memory, uint8 ``[room, bytes of a position]``, for `length` tokens."""
+    """Keys and values of one part in one layer: memory, uint8 ``[room, rows, bytes of a key and its value]``, for
+    `length` tokens."""
 
     slots: WindowIndex
     memory: Tensor
-    key_bytes: int  # of a position
     length: int = 0
     written: Event = PASSED  # behind the last copy
 
     def held(self, length: int) -> Tensor:
-        """Return the positions seen after `length` tokens, as ``[n, bytes a position]``."""
+        """Return the positions seen after `length` tokens."""
         return self.memory[self.slots.held(length)]
-
-    @staticmethod
-    def rows_of(half: Tensor, count: int, rows: Sequence[int]) -> Tensor:
-        """Return some of the `count` rows of keys or values ``[n, bytes]``: ``[n, rows, bytes of a row]``."""
-        by_row: Tensor = half.unflatten(1, (count, half.shape[1] // count))
-        return by_row[:, rows]
 
 
 class LinkStore(HostStore):
     """Host store that crosses the link for attention on the GPU. In a layer a part, a range of rows, is one range of
-    bytes, a position after the other: ``[room, K and V of its rows]``. A pass reads it in one copy, into a buffer of
-    `ring`, and adds to it in another. With `shared`, a later layer attends to the same keys, too, which the buffer no
-    longer holds by then: they are copied."""
+    bytes, a position after the other: ``[room, rows, K and V]``. A pass reads it in one copy, into a buffer of `ring`,
+    and adds to it in another. With `shared`, a later layer attends to the same keys, too, which the buffer no longer
+    holds by then: they are copied."""
 
     attends_on, on_cpu = "gpu", False
 
     def __init__(self, room: HostRoom, ring: PrefetchRing, parts: list[slice], shared: bool) -> None:
         super().__init__(room, parts)
         self._ring, self.shared, self._version = ring, shared, 0
-        self._parts: dict[tuple[int, int], StoredPart] = {}  # by layer and first row
-        self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
+        self.stored_parts: dict[tuple[int, int], StoredPart] = {}  # by layer and first row
+        self._shapes: dict[int, tuple[torch.dtype, list[tuple[int, int]]]] = {}  # type; heads and widths of both
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch | None:
         return PartFetch(self, part, length, count, self._version) if length and part in self.parts else None
@@ -83,103 +79,79 @@ class LinkStore(HostStore):
     def drop_fetches(self) -> None:
         self._ring.drop_fetches()
 
-    def part_bytes(self, part: slice) -> int:
-        """Return the bytes of the largest layer of a full part."""
-        return max((stored.memory.nbytes for (_, row), stored in self._parts.items() if row == part.start), default=0)
-
-    def stored_part(self, layer: int, part: slice) -> StoredPart | None:
-        """Return a part in a layer; None if the layer stores none."""
-        return self._parts.get((layer, part.start))
-
     def stored(self, layer: int, rows: Sequence[int], length: int) -> list[Tensor]:
         self._copier.finish()
-        dtype, *shapes = self._shapes[layer]
-        states_of: dict[int, tuple[Tensor, Tensor]] = {}
-        for part in self.parts:
-            indices = [row - part.start for row in rows if part.start <= row < part.stop]
-            if not indices:
-                continue
-            stored = self._parts[layer, part.start]
-            held = stored.held(length)
-            keys, values = (
-                stored.rows_of(half, part.stop - part.start, indices)
-                .view(dtype)
-                .view(len(held), len(indices), *shape)
-                .permute(1, 2, 0, 3)
-                for half, shape in zip((held[:, : stored.key_bytes], held[:, stored.key_bytes :]), shapes, strict=True)
-            )
-            states_of |= {part.start + index: (keys[number], values[number]) for number, index in enumerate(indices)}
-        return [torch.stack([states_of[row][half] for row in rows]) for half in (0, 1)]
+        kept = (
+            self.stored_parts[layer, part.start].held(length)[:, row - part.start]
+            for row in rows
+            for part in self.parts
+            if part.start <= row < part.stop
+        )
+        return list(self._states(layer, torch.stack(list(kept), 1)))
+
+    def _states(self, layer: int, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of stored bytes ``[n, rows, ..]`` as keys and values ``[rows, heads, n, D]``."""
+        dtype, shapes = self._shapes[layer]
+        halves = held.view(dtype).split([heads * width for heads, width in shapes], 2)
+        keys, values = (
+            half.unflatten(2, shape).permute(1, 2, 0, 3) for half, shape in zip(halves, shapes, strict=True)
+        )
+        return keys, values
 
     def rollback(self, length: int) -> None:
-        for stored in self._parts.values():
+        for stored in self.stored_parts.values():
             stored.slots.rollback(length)
             stored.length = length
 
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
         self._copier.finish()
         self._ring.drop_fetches()
-        old, parts, begins = self._parts, list[slice](), dict[int, int]()
-        self._parts = {}
+        old, parts, begins = self.stored_parts, list[slice](), dict[int, int]()
+        self.stored_parts = {}
         for part in self.parts:
             indices = [row - part.start for row in rows if part.start <= row < part.stop]
             if not indices:
                 continue
-            start, count = parts[-1].stop if parts else first, part.stop - part.start
+            start = parts[-1].stop if parts else first
             parts.append(slice(start, start + len(indices)))
             for (layer, row), stored in old.items():
                 if row != part.start:
                     continue
-                halves = stored.memory[:, : stored.key_bytes], stored.memory[:, stored.key_bytes :]
-                kept = torch.cat([stored.rows_of(half, count, indices).flatten(1) for half in halves], 1)
-                begin = begins.get(layer, 0)
-                memory = self._memory(layer, begin + kept.nbytes)[begin:].view(stored.slots.room, -1)
-                memory.copy_(kept)
+                kept, begin = stored.memory[:, indices], begins.get(layer, 0)
                 begins[layer] = begin + kept.nbytes
-                key_bytes = stored.key_bytes // count * len(indices)
-                self._parts[layer, start] = StoredPart(stored.slots, memory, key_bytes, stored.length)
+                memory = self._memory(layer, begins[layer])[begin:].view(kept.shape)
+                memory.copy_(kept)
+                self.stored_parts[layer, start] = StoredPart(stored.slots, memory, stored.length)
         self.parts, self.rows = parts, slice(first, first + len(rows))
         self._version += 1
 
     def append(self, layer: int, rows: slice, states: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
-        key, (keys, values) = (layer, rows.start), states
-        packed = torch.cat([half.permute(2, 0, 1, 3).reshape(half.shape[2], -1) for half in states], 1)
-        new = packed.view(torch.uint8)
-        if key not in self._parts:
+        key = layer, rows.start
+        new = torch.cat([half.permute(2, 0, 1, 3).flatten(2) for half in states], 2).view(torch.uint8)
+        if key not in self.stored_parts:
             slots = self._slots(layer)
-            size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
+            size = slots.room * new.shape[2]  # bytes of a row
             memory = self._memory(layer, size * (self.rows.stop - self.rows.start))
             row_memory = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
-            halves = [half.shape[1] * half.shape[3] for half in states]
-            self._shapes[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-            key_bytes = new.shape[1] * halves[0] // sum(halves)
-            self._parts[key] = StoredPart(slots, row_memory.view(slots.room, -1), key_bytes)
-        stored = self._parts[key]
-        step = stored.slots.add(start, new.shape[0])
+            self._shapes[layer] = states[0].dtype, [(half.shape[1], half.shape[3]) for half in states]
+            self.stored_parts[key] = StoredPart(slots, row_memory.view(slots.room, *new.shape[1:]))
+        stored = self.stored_parts[key]
+        step = stored.slots.add(start, len(new))
         seen = self._joined(step, layer, new) if start else new
         # If the window moves, the positions that stay are written again, from the device, to the front.
-        sent = step.kept(seen).clone() if step.moved else new
+        sent = seen[step.new.start - step.new.stop :].clone() if step.moved else new
         stored.written = self._copier.send(sent, stored.memory[step.new])
-        stored.length = start + new.shape[0]
+        stored.length = start + len(new)
         if not start:
             return states
-        if self.shared:
-            seen = seen.clone()
-        count, heads, _, width = keys.shape
-        values_of_rows = seen.view(packed.dtype)
-        split = count * heads * width
-        return (
-            values_of_rows[:, :split].view(len(values_of_rows), count, heads, width).permute(1, 2, 0, 3),
-            values_of_rows[:, split:].view(len(values_of_rows), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
-        )
+        return self._states(layer, seen.clone() if self.shared else seen)
 
     def hand_back(self) -> None:
         self._ring.hand_back()
 
     def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:
-        """Return the positions that `new` ones see, then `new`, ``[n, bytes]``: in the ring's buffer."""
-        held = self._ring.borrow(layer)
+        """Return the positions that `new` ones see, then `new`, ``[n, rows, bytes]``: in the ring's buffer."""
         past = step.past.stop - step.past.start
-        seen = held[: (past + new.shape[0]) * new.shape[1]].view(-1, new.shape[1])
+        seen = self._ring.borrow(layer)[: (past + len(new)) * new[0].numel()].view(-1, *new.shape[1:])
         seen[past:] = new
         return seen

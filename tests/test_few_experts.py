@@ -130,8 +130,6 @@ def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
         assert not few_experts._serves(module, *served)
         setattr(module, attribute, before)
     assert not few_experts._serves(module, states.double(), chosen, weights)
-    assert not few_experts._serves(module, states, chosen, weights[:, :1])
-    assert not few_experts._serves(module, states[:, :8], chosen, weights)
     assert few_experts._serves(module, *served)
     module.down_proj.data = module.down_proj.data.transpose(1, 2)
     assert not few_experts._serves(module, *served), "its weights are not contiguous"

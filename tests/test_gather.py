@@ -66,7 +66,7 @@ def bench(
         arena: PinnedArena, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
     ) -> PrefetchRing:
         ranks.knows(arena.memory, layers)
-        return GatherRing(MemorySource(arena, layers), depth, device, ranks, queues)
+        return GatherRing(MemorySource(arena, layers), depth, device, ranks, queues)  # type: ignore[arg-type]
 
     return GatherBench(sizes, depth, queues, patch, make), ranks
 

@@ -190,7 +190,8 @@ class Group(ABC):
         self._joined = True
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill `whole` with the parts of all ranks (`zinfer.engine.stream.weights.gather.Ranks`)."""
+        """Fill `whole`, uint8 ``[size * n]`` on the device, with the parts of all ranks, in rank order. `part`, this
+        rank's, is ``[n]``, perhaps its place in `whole`. Runs in the current queue."""
         with _losses():
             _all_gather(whole, part)
 

@@ -198,8 +198,14 @@ class Ragged:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: nn.ModuleList, accepted: frozenset[str], device: torch.device
+        self,
+        model: PreTrainedModel,
+        layers: nn.ModuleList,
+        accepted: frozenset[str],
+        cache_name: str,
+        device: torch.device,
     ) -> None:
+        self._model, self.accepted, self._cache_name = model, accepted, cache_name  # names of its arguments
         candidates = (getattr(module, "config", None) for module in model.modules())
         configs = [config for config in candidates if isinstance(config, PreTrainedConfig)]
         self._configs = [
@@ -223,6 +229,13 @@ class Ragged:
             and getattr(text, "attention_chunk_size", None) is None
             and not shares_keys(model.config)
         )
+
+    def run(self, token_ids: Tensor, positions: Tensor, keep: int, cache: Cache, mask: object = None) -> Tensor:
+        """Run a forward pass of the model; return the logits of the last `keep` tokens ``[B, keep, V]``."""
+        inputs = {"input_ids": token_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": keep}
+        inputs |= {self._cache_name: cache, "use_cache": True}
+        logits: Tensor = self._model(**{name: inputs[name] for name in inputs.keys() & self.accepted}).logits
+        return logits[:, -keep:]
 
     def takes(self, part: Part) -> bool:
         """Tell whether a part can join others with equal token counts: a decode step of a micro-batch's rows, which

@@ -75,14 +75,13 @@ class Stream(SharedPasses):
         self._opened.callback(vars(self).pop, "_layers", None)
         split_by_tokens(self._layers, plan.placement.pass_tokens)
         self._inspect()
-        self._ragged = Ragged(self.model, self._layers, self._accepted, device)
+        self._ragged = Ragged(self.model, self._layers, self._accepted, self._cache_name, device)
         self._ragged.able = self._ragged.able and self._knows_padding
         recorder: graphs.CudaRecorder | str = "weights cross the link" if self._group is not None else "off"
         if self._group is None and options.cuda_graphs == "auto":
             recorder = graphs.recorder_of(device)
-        routed, inputs = plan.model.num_experts > 1, (self._cache_name, self._accepted)
-        calls = self._ring_pass, self._restart
-        self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, *calls)
+        routed, calls = plan.model.num_experts > 1, (self._ring_pass, self._restart)
+        self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, recorder, *calls)
         kernels = options.experts_kernel == "auto"
         self._few_experts = FewExperts(self.model, device, self.progress) if kernels else None
         self._check_options()

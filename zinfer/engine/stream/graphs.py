@@ -351,14 +351,12 @@ class Graphs:
         layers: Sequence[nn.Module],
         routed: bool,
         ragged: Ragged,
-        inputs: tuple[str, frozenset[str]],
         recorder: CudaRecorder | str,
         surrounding: Callable[[], AbstractContextManager[None]],
         restart: Callable[[int], None],
     ) -> None:
         self._model, self._ragged, self._surrounding, self._restart = model, ragged, surrounding, restart
         self._layers, self._may_differ = layers, TUNED.may_differ * len(layers) if routed else 0.0
-        self._cache_name, self._accepted = inputs
         self._recorder = None if isinstance(recorder, str) else recorder
         self._why_not = recorder if isinstance(recorder, str) else None  # for good
         self.status = self._why_not or "no decode step yet"
@@ -482,7 +480,7 @@ class Graphs:
             return f"a sliding window of {min(windows)} tokens moves"
         if not all(layer.is_initialized for layer in cache.layers):
             return "layers share keys and values"
-        if not self._ragged.able and "attention_mask" not in self._accepted:
+        if not self._ragged.able and "attention_mask" not in self._ragged.accepted:
             return "the model takes no mask"
         return None
 
@@ -619,16 +617,7 @@ class Graphs:
                 mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
             caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype, self._append)))
         with caches as cache, self._surrounding(), self._kernels():
-            inputs: dict[str, object] = {
-                "input_ids": graph.token_ids,
-                "attention_mask": mask,
-                "position_ids": graph.positions,
-                "logits_to_keep": graph.keep,
-                self._cache_name: cache,
-                "use_cache": True,
-            }
-            logits: Tensor = self._model(**{name: inputs[name] for name in inputs.keys() & self._accepted}).logits
-        return logits[:, -graph.keep :]
+            return self._ragged.run(graph.token_ids, graph.positions, graph.keep, cache, mask)
 
     def _joined(
         self, memories: Sequence[StaticKV], ends: Sequence[int], count: int, whole: bool = True

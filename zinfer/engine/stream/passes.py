@@ -261,17 +261,8 @@ class SharedPasses(Decoder[StreamBatch]):
         caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
         biases = [None if replayed else self._ragged.bias_of(part, self.model.dtype) for part in parts]
         with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0]), whole=not replayed) as cache:
-            inputs: dict[str, object] = {
-                "input_ids": torch.cat([part.token_ids for part in parts]),
-                "attention_mask": None,
-                "position_ids": torch.cat([part.positions for part in parts]),
-                "logits_to_keep": parts[0].keep,
-                self._cache_name: cache,
-                "use_cache": True,
-            }
-            inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-            logits: Tensor = self.model(**inputs).logits
-        return logits[:, -parts[0].keep :]
+            positions = torch.cat([part.positions for part in parts])
+            return self._ragged.run(torch.cat([part.token_ids for part in parts]), positions, parts[0].keep, cache)
 
 
 def interleave(

@@ -9,24 +9,22 @@ Python runs, the host never waits for the device, and a CUDA graph can hold both
 kind is compared with that of the model's own code; without a compiler, or where they differ, experts come on demand.
 """
 
-import ctypes
 import weakref
 from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, pointer
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zinfer.core.case import Option
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.quantization.dequantize import table
-from zinfer.engine.stream.experts.modules import Gate, computes_more, gate_of
+from zinfer.engine.stream.experts.modules import computes_more, gate_of
 from zinfer.engine.stream.kv.cpu_kernel import library
-from zinfer.engine.stream.weights.chunk import Chunk
 from zinfer.engine.stream.weights.formats import CodesLayout
 from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, chunks_of
 from zinfer.engine.stream.weights.products import CheckedKernel
@@ -48,45 +46,27 @@ class Unsupported(Exception):
     """Experts that the compiled code cannot read; the message says why."""
 
 
-class _Part(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "supers")),
-        ("rows", ctypes.c_int64), ("factor", ctypes.c_float), ("unused", ctypes.c_float),
-    ]  # fmt: skip
+def _struct(*fields: tuple[str, Any]) -> Any:
+    """Return a structure of cpu_experts.c, by the names of its fields and their types."""
+    named = [(name, kind) for names, kind in fields for name in names.split()]
+    return type("Struct", (Structure,), {"_fields_": named})
 
 
-class _Matrix(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("parts", ctypes.POINTER(_Part)), ("bias", ctypes.POINTER(ctypes.c_void_p)),
-        ("table", ctypes.POINTER(ctypes.c_float)),
-        *((name, ctypes.c_int64) for name in (
-            "count", "rows", "columns", "row_bytes", "height", "width", "down", "across",
-        )),
-        *((name, ctypes.c_int32) for name in ("kind", "scale_kind", "zero_kind", "inner", "turned", "fast")),
-    ]  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("up", _Matrix), ("down", _Matrix), ("experts", ctypes.c_int64),
-        ("states", ctypes.c_int32), ("interleaved", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset", "unused")),
-    ]  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("experts", ctypes.POINTER(_Layer)),
-        *((name, ctypes.c_void_p) for name in ("states", "chosen", "weights", "out", "sums")),
-        *((name, ctypes.c_int64) for name in ("tokens", "each", "threads")),
-    ]  # fmt: skip
-
-
-class _Requests(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("mail", ctypes.c_void_p), ("calls", ctypes.POINTER(ctypes.POINTER(_Call))), ("threads", ctypes.c_int64),
-        ("stop", ctypes.c_int32), ("unused", ctypes.c_int32),
-    ]  # fmt: skip
+_Part = _struct(("codes scales zeros supers", c_void_p), ("rows", c_int64), ("factor unused", c_float))
+_Matrix = _struct(
+    ("parts", POINTER(_Part)), ("bias", POINTER(c_void_p)), ("table", POINTER(c_float)),
+    ("count rows columns row_bytes height width down across", c_int64),
+    ("kind scale_kind zero_kind inner turned fast", c_int32),
+)  # fmt: skip
+_Layer = _struct(
+    ("up down", _Matrix), ("experts", c_int64), ("states interleaved", c_int32), ("alpha limit offset unused", c_float)
+)
+_Call = _struct(
+    ("experts", POINTER(_Layer)), ("states chosen weights out sums", c_void_p), ("tokens each threads", c_int64)
+)
+_Requests = _struct(
+    ("mail", c_void_p), ("calls", POINTER(POINTER(_Call))), ("threads", c_int64), ("stop unused", c_int32)
+)
 
 
 class Server:
@@ -97,16 +77,16 @@ class Server:
         with torch.inference_mode(False):
             mail = torch.zeros(2 * LINE, dtype=torch.int32, pin_memory=pin)
         self.asked, self.done = mail[:1], mail[LINE : LINE + 1]
-        self._calls, self._count = (ctypes.POINTER(_Call) * MAX_CALLS)(), 0
+        self._calls, self._count = (POINTER(_Call) * MAX_CALLS)(), 0
         requests = _Requests(mail.data_ptr(), self._calls, threads, 0, 0)
-        thread = Thread(target=code.serve_experts, args=(ctypes.byref(requests),), name="zinfer-experts", daemon=True)
+        thread = Thread(target=code.serve_experts, args=(byref(requests),), name="zinfer-experts", daemon=True)
         thread.start()
         # Also at the end of the process, before its pinned memory is gone.
         self._stop = weakref.finalize(self, _stop, requests, thread, mail, self._calls)
 
-    def number(self, call: _Call) -> int:
+    def number(self, call: Any) -> int:
         """Return the number by which a device asks for a call."""
-        self._calls[self._count] = ctypes.pointer(call)
+        self._calls[self._count] = pointer(call)
         self._count += 1
         return self._count
 
@@ -115,7 +95,7 @@ class Server:
         self._stop()
 
 
-def _stop(requests: _Requests, thread: Thread, *_kept: object) -> None:
+def _stop(requests: Any, thread: Thread, *_kept: object) -> None:
     requests.stop = 1
     thread.join()
 
@@ -142,8 +122,8 @@ class CpuExperts(CheckedKernel):
         self.tokens, self._device, self._fast = tokens, device, fast
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(usable_cpus())
-        self._layers: dict[int, _Layer] = {}
-        self._calls: dict[tuple[int, int, int], _Call] = {}  # by layer, tokens, and experts of each
+        self._layers: dict[int, Any] = {}
+        self._calls: dict[tuple[int, int, int], Any] = {}  # by layer, tokens, and experts of each
         self._server: Server | None = None
         self._latest: torch.cuda.Event | None = None  # behind the latest call of a device
         self._buffers: tuple[Tensor, ...] = ()  # states, choice, weights and result in pinned memory; sums
@@ -182,10 +162,10 @@ class CpuExperts(CheckedKernel):
         sent = (host_states, states), (host_chosen, chosen), (host_weights, weights)
         for host, tensor in sent:
             host[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        self._library.compute_experts(ctypes.byref(call))
+        self._library.compute_experts(byref(call))
         return host_out[: states.numel()].view(states.shape).clone()
 
-    def _requested(self, call: _Call, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _requested(self, call: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Have the device ask for a call and wait for it. Both are in its current stream."""
         from zinfer.engine.stream.experts.request import receive, send
 
@@ -227,9 +207,9 @@ class CpuExperts(CheckedKernel):
         if not self._buffers or self._buffers[1].numel() < self.tokens * each:
             pin, tokens, shape = self._device.type == "cuda", self.tokens, self.tokens * self._width
             room = self._library.experts_room
-            room.restype = ctypes.c_int64
-            numbers = [ctypes.c_int64(number) for number in (tokens, each, self._threads)]
-            size = max(room(ctypes.byref(layer), *numbers) for layer in self._layers.values())
+            room.restype = c_int64
+            numbers = [c_int64(number) for number in (tokens, each, self._threads)]
+            size = max(room(byref(layer), *numbers) for layer in self._layers.values())
             self._kept.append((self._calls, self._buffers))  # graphs may hold them
             self._calls = {}
             with torch.inference_mode(False):
@@ -242,16 +222,16 @@ class CpuExperts(CheckedKernel):
                 )
         return self._buffers
 
-    def _call(self, layer: int, tokens: int, each: int) -> _Call:
+    def _call(self, layer: int, tokens: int, each: int) -> Any:
         """Return the call of a shape, which graphs hold."""
         key = layer, tokens, each
         if key not in self._calls:
             pointers = [tensor.data_ptr() for tensor in self._buffers]
-            own = ctypes.pointer(self._layers[layer])
+            own = pointer(self._layers[layer])
             self._calls[key] = _Call(own, *pointers, tokens, each, self._threads)
         return self._calls[key]
 
-    def _layer_of(self, packed: PackedExperts, experts: Experts, memory: Tensor) -> _Layer:
+    def _layer_of(self, packed: PackedExperts, experts: Experts, memory: Tensor) -> Any:
         module = experts.module
         gate = None if computes_more(module) else gate_of(module)
         if gate is None:
@@ -259,51 +239,40 @@ class CpuExperts(CheckedKernel):
         names = {name.rpartition(".")[2]: name for name in experts.weights}
         if not {"gate_up_proj", "down_proj"} <= names.keys() or not hasattr(module, "is_transposed"):
             raise Unsupported(f"{type(module).__name__} has other matrices")
-        up, down = (
-            self._matrix_of(packed, names[leaf], names.get(f"{leaf}_bias"), bool(module.is_transposed), memory)
-            for leaf in ("gate_up_proj", "down_proj")
-        )
+        matrices = []
+        for leaf in ("gate_up_proj", "down_proj"):
+            made = _matrix(packed, names[leaf], bool(module.is_transposed), memory, self._library)
+            if bias := names.get(f"{leaf}_bias"):
+                made.bias = _addresses(packed, bias, memory)
+            matrices.append(made)
+        up, down = matrices
         if self._fast and not (up.fast and down.fast):
             what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX-512"
             raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
         self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]
-        own = _layer(up, down, len(packed.experts), block.dtype, gate)
-        own.memory = memory  # goes with it
+        numbers = len(packed.experts), _TYPES.index(self._dtype), gate.interleaved
+        own = _Layer(up, down, *numbers, gate.alpha, gate.limit, gate.offset)
+        own.kept = memory, up, down  # what it points to goes with it
         return own
 
-    def _matrix_of(self, packed: PackedExperts, name: str, bias: str | None, turned: bool, memory: Tensor) -> _Matrix:
-        block = packed.blocks[name]
-        chunks = [chunks_of(packed, block, number) for number in range(len(packed.experts))]
-        return matrix(memory, chunks, block, turned, self._library, self._bias_of(packed, bias, memory))
 
-    def _bias_of(self, packed: PackedExperts, name: str | None, memory: Tensor) -> list[int] | None:
-        if name is None:
-            return None
-        block, places = packed.blocks[name], []
-        for number in range(len(packed.experts)):
-            chunks = chunks_of(packed, block, number)
-            if len(chunks) != 1 or chunks[0].layout is not None:
-                raise Unsupported(f"{name} is coded")
-            places.append(memory.data_ptr() + chunks[0].start)
-        return places
+def _addresses(packed: PackedExperts, name: str, memory: Tensor) -> Any:
+    """Return where each expert's bias is."""
+    chunks = [chunks_of(packed, packed.blocks[name], number) for number in range(len(packed.experts))]
+    if any(len(expert) != 1 or expert[0].layout is not None for expert in chunks):
+        raise Unsupported(f"{name} is coded")
+    return (c_void_p * len(chunks))(*(memory.data_ptr() + chunk.start for (chunk,) in chunks))
 
 
-def _layer(up: _Matrix, down: _Matrix, experts: int, dtype: torch.dtype, gate: Gate) -> _Layer:
-    own = _Layer(up, down, experts, _TYPES.index(dtype), gate.interleaved, gate.alpha, gate.limit, gate.offset, 0.0)
-    own.matrices = up, down  # what they point to goes with them
-    return own
-
-
-def matrix(
-    memory: Tensor, chunks: Sequence[Sequence[Chunk]], block: TensorPlace, turned: bool, code: Any,
-    bias: Sequence[int] | None = None,
-) -> _Matrix:  # fmt: skip
-    """Describe a weight ``[E, rows, columns]`` to the compiled code. `chunks` are those of each expert, in `memory`;
-    `bias` the addresses of each one's. Rows of a `turned` weight are inputs. Raises Unsupported."""
-    (count, rows, columns), base, parts = block.shape, memory.data_ptr(), list[_Part]()
+def _matrix(packed: PackedExperts, name: str, turned: bool, memory: Tensor, code: Any) -> Any:
+    """Describe a weight ``[E, rows, columns]`` to the compiled code; rows of a `turned` one are inputs. Raises
+    Unsupported."""
+    block, base, parts = packed.blocks[name], memory.data_ptr(), list[Any]()
+    rows, columns = block.shape[1:]
     if block.dtype not in _TYPES:
         raise Unsupported(f"values of {block.dtype}")
+    chunks = [chunks_of(packed, block, number) for number in range(len(packed.experts))]
     layouts = {chunk.layout for expert in chunks for chunk in expert}
     made = _Matrix(rows=rows, columns=columns, height=1, width=columns, down=1, across=1, turned=turned)
     if layouts == {None}:
@@ -334,7 +303,7 @@ def matrix(
         made.scale_kind = _KINDS[first.scale_table] if first.scale_table else _TYPES.index(first.scale_dtype)
         made.zero_kind = _ZEROS[first.zero_dtype]
         values = table(first.table, torch.device("cpu")).tolist()
-        made.table = (ctypes.c_float * len(values))(*values)
+        made.table = (c_float * len(values))(*values)
         for chunk in (chunk for expert in chunks for chunk in expert):
             layout: Any = chunk.layout
             start, (scales, zeros, _, supers) = base + chunk.start, layout.starts
@@ -343,13 +312,11 @@ def matrix(
             factor = layout.factor / layout.divisor
             parts.append(_Part(start, start + scales, minimums, factors, layout.rows, factor))
     made.parts = (_Part * len(parts))(*parts)
-    if bias is not None:
-        made.bias = (ctypes.c_void_p * count)(*bias)
     made.fast = bool(code.experts_fast()) and _is_fast(made, parts, _TYPES.index(block.dtype))
     return made
 
 
-def _is_fast(made: _Matrix, parts: Sequence[_Part], states: int) -> bool:
+def _is_fast(made: Any, parts: Sequence[Any], states: int) -> bool:
     """Tell whether products with `states` can be computed as codes are unpacked: bf16, or values of their type."""
     half, bf16 = _TYPES.index(torch.float16), _TYPES.index(torch.bfloat16)
     if states != (half if made.kind == half else bf16):

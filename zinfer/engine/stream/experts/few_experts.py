@@ -83,51 +83,35 @@ def _dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return output
 
 
-def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
-    """Return a module's matrices with their biases; None if it has others."""
+def _matrices(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    """Return a module's two matrices with their biases; nothing if it has others."""
     matrices = []
     for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-        weights = getattr(module, name, None)
+        weights: Any = getattr(module, name, None)
         bias = getattr(module, f"{name}_bias", None) if getattr(module, "has_bias", False) else None
-        if not isinstance(weights, Tensor) or weights.dim() != 3 or not weights.is_contiguous():
-            return None
-        rows = weights.shape[2] if module.is_transposed else weights.shape[1]
-        if getattr(module, "has_bias", False) and (
-            not isinstance(bias, Tensor) or bias.shape != (weights.shape[0], rows) or not bias.is_contiguous()
-        ):
-            return None
+        given = [weights] if bias is None else [weights, bias]
+        if not all(isinstance(each, Tensor) and each.is_contiguous() for each in given) or weights.dim() != 3:
+            return []
         matrices.append((weights, bias))
-    return matrices[0], matrices[1]
+    return matrices
 
 
 def _serves(module: nn.Module, *args: Any) -> bool:
     """Tell whether the kernels serve a call, and are faster."""
-    if len(args) != 3 or not all(isinstance(arg, Tensor) and arg.dim() == 2 for arg in args) or computes_more(module):
+    if len(args) != 3 or args[0].dim() != 2 or computes_more(module) or not (matrices := _matrices(module)):
         return False
-    states, experts, weights = args
-    if experts.shape != weights.shape or len(experts) != len(states) or experts.is_floating_point():
-        return False
-    matrices = _matrices(module)
-    if matrices is None or states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    ((up, up_bias), (down, down_bias)), columns = matrices, 1 if module.is_transposed else 2
-    tensors = [tensor for tensor in (up, down, up_bias, down_bias) if tensor is not None]
-    same = all(tensor.dtype == states.dtype and tensor.device == states.device for tensor in tensors)
-    count = up.shape[0]
-    fits = up.shape[columns] == states.shape[1] == down.shape[3 - columns] and count == down.shape[0]
-    small = max(up.numel(), down.numel()) // count < 1 << 31  # places within a matrix have 32 bits
-    supported = weights.dtype in (states.dtype, torch.float32)
+    (states, experts, weights), ((up, _), (down, _)) = args, matrices
+    kinds = {(each.dtype, each.device) for pair in matrices for each in pair if each is not None}
+    supported = kinds == {(states.dtype, states.device)} and weights.dtype in (states.dtype, torch.float32)
     if _from_codes(up, down) is not None:
-        served = experts.numel() > 0
-    else:
-        served = small and pays(len(experts), experts.shape[1], count)
-    return same and fits and supported and served
+        return supported and experts.numel() > 0
+    small = max(up.numel(), down.numel()) // len(up) < 1 << 31  # places within a matrix have 32 bits
+    known = states.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return supported and small and known and pays(len(experts), experts.shape[1], len(up))
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    matrices = _matrices(module)
-    assert matrices is not None
-    (up, _), (down, _) = matrices
+    (up, _), (down, _) = _matrices(module)
     kind = type(module), up.shape, down.shape, states.dtype, weights.dtype
     return (*kind, None if _from_codes(up, down) is not None else tuple(experts.shape))
 
@@ -135,9 +119,7 @@ def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     from zinfer.engine.stream.experts.expert_kernel import activate, combine, multiply
 
-    matrices = _matrices(module)
-    assert matrices is not None
-    (up, up_bias), (down, down_bias) = matrices
+    (up, up_bias), (down, down_bias) = _matrices(module)
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
     aligned: dict[int, Aligned] = {}
     codes, gate = _from_codes(up, down) or (None, None), gate_of(module)

@@ -9,12 +9,13 @@ computes: it reads the places of the chosen experts and no others (`zinfer.engin
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache. In a pass of few tokens the CPU may compute them
 instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link. Some layers keep all of their experts on the
-device (`zinfer.engine.stream.experts.resident`), which computes them itself in every pass.
+device (`ResidentExperts`), which computes them itself in every pass.
 """
 
 import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby
@@ -25,15 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.core.case import Option, spread
-from zinfer.engine.pinned import ALIGNMENT
+from zinfer.engine.pinned import ALIGNMENT, TensorPlace
 from zinfer.engine.stream.experts.cpu import CpuExperts
-from zinfer.engine.stream.experts.resident import ResidentExperts, resident
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.chunk import ONCE
 from zinfer.engine.stream.weights.low_bit import Matrix
-from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, chunks_of
-from zinfer.engine.stream.weights.products import LazyWeight, PackedProducts, holds_codes
+from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, PackedExperts, chunks_of
+from zinfer.engine.stream.weights.products import LazyWeight, PackedProducts, Parts, holds_codes
 from zinfer.engine.stream.weights.queues import Event
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
@@ -106,6 +106,50 @@ class ExpertCache:
 
     def _is_stale(self, entry: tuple[float, int, Key]) -> bool:
         return entry[2] not in self._inside or self._ranks.get(entry[2], 0.0) != entry[0]
+
+
+@dataclass(frozen=True)
+class ResidentExperts:
+    """Experts of a layer that all stay on the device: its own kernels compute them, and none comes. What is quantised
+    is among `matrices`, in the form of kernels; `tensors` are stacked as the model's own code reads them."""
+
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        matrices = sum(matrix.nbytes for matrix in self.matrices.values())
+        return matrices + sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def resident(
+    packed: PackedExperts, content: Tensor, buffer: Tensor, products: PackedProducts | None
+) -> ResidentExperts | None:
+    """Return the experts of `content`, their bytes on the device; None if no kernel reads their codes. A trial of
+    `products` writes to `buffer`, the layer buffer. Raises torch.OutOfMemoryError."""
+    parts = {name: _parts(packed, block, content) for name, block in packed.blocks.items()}
+    plain = {name for name, weight in parts.items() if all(chunk.layout is None for chunk, _ in weight)}
+    coded = {name: (packed.blocks[name], parts[name]) for name in parts.keys() - plain}
+    readable = all(holds_codes([chunk for chunk, _ in weight], block) for block, weight in coded.values())
+    matrices = products.matrices_of(coded, buffer) if products is not None and coded and readable else {}
+    if matrices.keys() != coded.keys():
+        return None
+    return ResidentExperts(matrices, {name: _stacked(packed.blocks[name], parts[name]) for name in plain})
+
+
+def _parts(packed: PackedExperts, block: TensorPlace, content: Tensor) -> Parts:
+    """Return the chunks of a stacked weight with their bytes. They are in the order of its rows."""
+    chunks = [chunk for number in range(len(packed.experts)) for chunk in chunks_of(packed, block, number)]
+    return [(chunk, content[chunk.start - packed.start :][: chunk.size]) for chunk in chunks]
+
+
+def _stacked(block: TensorPlace, parts: Parts) -> Tensor:
+    """Return an uncoded weight in memory of its own."""
+    memory = torch.empty(block.size, dtype=torch.uint8, device=parts[0][1].device)
+    for chunk, content in parts:
+        memory[chunk.place - block.offset :][: chunk.size].copy_(content)
+    return block.view(memory, -block.offset)
 
 
 class ExpertCounts(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,19 +34,10 @@ from zinfer.engine.stream.weights.queues import Event, HostQueues, Queues
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import WeightSource
 
+if TYPE_CHECKING:
+    from zinfer.engine.ranks import Group
+
 SAMPLED = 4  # every fourth layer is copied to measure the links: they lie in all of the memory
-
-
-class Ranks(Protocol):
-    """Ranks that exchange their parts; this process is number `rank` of `size`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill `whole` with the parts of all ranks, in rank order. It is uint8 ``[size * n]`` on the device, `part`,
-        this rank's, ``[n]``, perhaps its place in `whole`. Runs in the current queue."""
 
 
 def part_bytes(size: int, ranks: int) -> int:
@@ -89,7 +80,7 @@ class GatherRing(PrefetchRing):
     """Ring whose chunks come in parts, one over each rank's link. For the rest see `PrefetchRing`."""
 
     def __init__(
-        self, source: WeightSource, depth: int, device: torch.device, ranks: Ranks, queues: Queues | None = None
+        self, source: WeightSource, depth: int, device: torch.device, ranks: "Group", queues: Queues | None = None
     ) -> None:
         self.passes = 0  # passes that are done, whatever their end
         self._ranks = ranks

@@ -5,7 +5,7 @@ of host memory, of this process or of all ranks together, or into files. Layers 
 lie there alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -182,20 +182,14 @@ class Loader:
 
         apart = dict[int, LayerMemory]()  # memory of experts that stay
 
-        def memory_of(number: int) -> LayerMemory | PinnedArena:
-            return LayerMemory(device) if number in self._staying else arena
+        def memory_of(number: int) -> tuple[LayerMemory | PinnedArena, LayerMemory | PinnedArena]:
+            if number in self._staying_experts:
+                apart[number] = LayerMemory(device)
+            return LayerMemory(device) if number in self._staying else arena, apart.get(number, arena)
 
-        def expert_memory_of(number: int) -> LayerMemory | PinnedArena:
-            if number not in self._staying_experts:
-                return arena
-            apart[number] = LayerMemory(device)
-            return apart[number]
-
-        packed_layers: Iterator[tuple[int, PackedLayer, PackedExperts | None, LayerMemory | PinnedArena]]
         if self._folder is None:
             check_free(round(arena.size * self._plan.placement.wire_ratio))
-            packing = replace(self._packing, progress=progress)
-            packed_layers = packing.layers(memory_of, resident, expert_memory_of)
+            packed_layers = replace(self._packing, progress=progress).layers(memory_of, resident)
         else:
             self._load_others(resident)
             packed_layers = packed.read(self._folder, self._state, memory_of, progress)

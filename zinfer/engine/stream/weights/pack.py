@@ -7,7 +7,6 @@ identity codec, which copies each tensor to its place as it comes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from zinfer.core.progress import Progress
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
-from zinfer.engine.stream.weights.chunk import Memory, PackedLayer, pack, plain
+from zinfer.engine.stream.weights.chunk import LayerMemory, Memory, PackedLayer, pack, plain
 from zinfer.engine.stream.weights.packed_experts import (
     Experts,
     PackedExperts,
@@ -25,7 +24,7 @@ from zinfer.engine.stream.weights.packed_experts import (
     pack_experts,
 )
 
-AnyMemory = TypeVar("AnyMemory", bound=Memory)
+AnyMemory = LayerMemory | PinnedArena
 
 
 class Identity:
@@ -118,15 +117,11 @@ class Packing:
         return lay_out(dense_tensors(self.state.of_layer(number), self.experts.get(number)))[1]
 
     def layers(
-        self,
-        memory_of: Callable[[int], AnyMemory],
-        resident: Mapping[str, Tensor] | None = None,
-        expert_memory_of: Callable[[int], Memory] | None = None,
+        self, memory_of: Callable[[int], tuple[AnyMemory, AnyMemory]], resident: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
         """Load the model, and yield each packed layer once it is whole. Yields its number, chunks, experts and memory,
-        in any order. `memory_of` names the memory that a layer is packed into, `expert_memory_of` that of its experts
-        if it is another one. Entries outside the layers are copied to `resident`, by name, or skipped if that is
-        None."""
+        in any order. `memory_of` names the memory that a layer is packed into, and that of its experts. Entries outside
+        the layers are copied to `resident`, by name, or skipped if that is None."""
         packers = dict[int, tuple[Identity | Lossless, AnyMemory]]()
         missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
         for index, group in by_layer(self.state, self.state.load(self.device, self.progress, stored=self.lossless)):
@@ -135,8 +130,7 @@ class Packing:
                     copy_into(resident, group)
                 continue
             if index not in packers:
-                entries, memory = self.state.of_layer(index), memory_of(index)
-                apart = memory if expert_memory_of is None else expert_memory_of(index)
+                entries, (memory, apart) = self.state.of_layer(index), memory_of(index)
                 missing[index], given = set(entries), (entries, self.experts.get(index), memory, apart, self.gpus)
                 packer = Lossless(*given, self.device, self.plain) if self.lossless else Identity(*given)
                 packers[index] = packer, memory
@@ -153,10 +147,11 @@ class Packing:
         """Load the model as `layers` does; yield each layer's number, places from byte 0 on, and bytes. These are
         valid until the next layer is requested."""
 
-        def memory_of(number: int) -> PinnedArena:
-            return PinnedArena(self.unpacked_bytes(number), pin=False, grow=True)
+        def memory_of(number: int) -> tuple[PinnedArena, PinnedArena]:
+            return (PinnedArena(self.unpacked_bytes(number), pin=False, grow=True),) * 2
 
         for number, layer, _, arena in self.layers(memory_of, resident):
+            assert isinstance(arena, PinnedArena)
             yield number, layer, arena.memory
             arena.close()
 

@@ -37,7 +37,7 @@ from zinfer.engine.stream.weights.codec import Layout
 from zinfer.engine.stream.weights.formats import CodesLayout
 from zinfer.engine.stream.weights.pack import AnyMemory, Packing
 from zinfer.system import atomic
-from zinfer.system.documents import DocumentError, open_regular, read_object, validate
+from zinfer.system.documents import DocumentError, read_object, validate
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
@@ -267,10 +267,6 @@ def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
     """Return the index and the data's path of layers that fit `state`. Raises EngineError unless they hold every entry
     of the layers with its shape and type, CheckpointError for data that are cut off or missing."""
     content = _read(folder)
-    if len(content.layers) != len(state.layers):
-        raise EngineError(
-            f"{folder} has {len(content.layers)} layers, and the model {len(state.layers)}: pack it again"
-        )
     for number, stored in enumerate(content.layers):
         wanted = {name: (entry.tensor.shape, entry.tensor.dtype) for name, entry in state.of_layer(number).items()}
         blocks = {name: (block.shape, block.dtype) for name, block in stored.layer(0).blocks.items()}
@@ -278,15 +274,8 @@ def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
             name = min(name for name in wanted.keys() | blocks.keys() if wanted.get(name) != blocks.get(name))
             raise EngineError(f"{folder}: {name} of layer {number} does not fit the model: pack it again")
     path = folder / DATA
-    try:
-        with open_regular(path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: pack it again") from None
-    except DocumentError as error:
-        raise CheckpointError(str(error)) from None
-    if size != content.bytes:
-        raise CheckpointError(f"{path} is cut off: pack it again")
+    if not path.is_file() or os.stat(path).st_size != content.bytes:
+        raise CheckpointError(f"{path} is cut off, missing, or not a regular file: pack it again")
     return content, path
 
 
@@ -298,14 +287,14 @@ def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], li
 
 
 def read(
-    folder: Path, state: ModelState, memory_of: Callable[[int], AnyMemory], progress: Progress = silent
+    folder: Path, state: ModelState, memory_of: Callable[[int], tuple[AnyMemory, object]], progress: Progress = silent
 ) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
     """Read packed layers with many threads, and check them. Yields what
     `zinfer.engine.stream.weights.pack.Packing.layers` yields; `memory_of` names the memory that a layer is read into.
     Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged, with the
     number of the layer, and MemoryError, before anything is read, where memory is too small."""
     content, path = _belonging(folder, state)
-    memories = [memory_of(number) for number in range(len(content.layers))]
+    memories = [memory_of(number)[0] for number in range(len(content.layers))]
     in_host_memory = (isinstance(memory, PinnedArena) for memory in memories)
     check_free(
         sum(stored.end - stored.start for stored, counts in zip(content.layers, in_host_memory, strict=True) if counts)

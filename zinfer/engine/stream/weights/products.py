@@ -34,7 +34,7 @@ from zinfer.engine.triton_check import alike
 
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
 Parts = Sequence[tuple[Chunk, Tensor]]  # chunks of a weight, and their bytes
-CHECKED = 3  # tokens of the first product of a kind
+CHECKED = 3  # tokens of the first product of a kind, and experts: the first, one in the middle, the last
 
 # Functions that return or set the place, shape and type of a tensor, and read none of its values.
 _ATTRIBUTES: tuple[Any, ...] = (
@@ -66,12 +66,9 @@ class LazyWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+        cls, function: Any, _types: Any, args: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(options or {})
-        if any(not issubclass(kind, nn.Parameter) for kind in types):  # tensors of another kind decide
-            _fill((args, tuple(options.values())))
-            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if function is functional.linear and (product := _product(*args, **options)) is not None:
                 return product
@@ -82,9 +79,7 @@ class LazyWeight(nn.Parameter):
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return a product by the function of `weight`; None if it has none."""
-    if not isinstance(weight, LazyWeight) or isinstance(input, LazyWeight) or isinstance(bias, LazyWeight):
-        return None
-    return weight.product(input, bias)
+    return weight.product(input, bias) if isinstance(weight, LazyWeight) else None
 
 
 def _fill(values: Sequence[Any]) -> None:
@@ -200,13 +195,15 @@ class PackedProducts(CheckedKernel):
         form = low_bit.form_of(codes, block.shape, block.dtype)
         if form is None:
             return None
-        matrices = list[low_bit.Matrix]()
+        matrices, experts = list[low_bit.Matrix](), [0, form.experts // 2, form.experts - 1]
+        states = torch.randn(CHECKED, form.columns, dtype=block.dtype, device=form.weight.device)
 
         def product() -> Tensor:
-            matrices.append(low_bit.prepare(form, block.dtype))
-            return _trial(matrices[0], states)
-
-        states = torch.randn(CHECKED, form.columns, dtype=block.dtype, device=form.weight.device)
+            matrices.append(matrix := low_bit.prepare(form, block.dtype))
+            if not form.experts:
+                return matrix.multiply(states)
+            chosen = torch.tensor(experts, device=states.device)[:, None]
+            return matrix.multiply_pairs(states, chosen, {}).float().sum(1).to(states.dtype)
 
         def plain() -> Tensor:
             for chunk, content in parts:
@@ -214,7 +211,7 @@ class PackedProducts(CheckedKernel):
             weight = block.view(buffer)
             if not form.experts:
                 return functional.linear(states, weight)
-            rows = [weight[expert].t() if form.transposed else weight[expert] for expert in _few(form)]
+            rows = [weight[expert].t() if form.transposed else weight[expert] for expert in experts]
             return torch.stack([functional.linear(state, row) for state, row in zip(states, rows, strict=True)])
 
         kind = form.kind, form.group, tuple(block.shape), form.zeros is None, block.dtype
@@ -250,19 +247,6 @@ class PackedProducts(CheckedKernel):
         if matrix is None or matrix.experts or not matrix.takes(states) or states.requires_grad:
             return None
         return matrix.multiply(states.reshape(-1, matrix.columns), bias).view(*states.shape[:-1], matrix.rows)
-
-
-def _few(form: low_bit.Form) -> list[int]:
-    """Return the experts that are tried: the first, one in the middle, the last."""
-    return [0, form.experts // 2, form.experts - 1]
-
-
-def _trial(matrix: low_bit.Matrix, states: Tensor) -> Tensor:
-    """Return products of `states`, of experts those of `_few`."""
-    if not matrix.experts:
-        return matrix.multiply(states)
-    experts = torch.tensor([[0], [matrix.experts // 2], [matrix.experts - 1]], device=states.device)
-    return matrix.multiply_pairs(states, experts, {}).float().sum(1).to(states.dtype)
 
 
 def holds_codes(chunks: Sequence[Chunk], block: TensorPlace) -> bool:

@@ -163,7 +163,7 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(l
     [(1, 16, 16, True), (129, 16, 16, False), (1, 16, 300, False), (1, 2000, 16, False), (1, 40, 40, False)],
 )
 def test_unsuitable_shapes_are_left_to_torch(count: int, width: int, columns: int, whole: bool) -> None:
-    """Many queries, wide values, wide keys, and rows that do not lie together."""
+    """Many queries, wide values, wide keys, and rows that lie apart."""
     (keys, values), *_ = blocks_of((40,), 3, width, columns, torch.bfloat16)[0]
     block = (keys.mT, values.mT) if width == 40 else (keys, values)
     assert cpu_kernel.can_attend(noise(2, 3, count, width), [block]) == whole

@@ -52,7 +52,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def model_of(name: str, dtype: torch.dtype, **settings: Any) -> Any:
-    """Return a small model of two layers whose vectors, those of norms, are random."""
+    """Return a small model of two layers with random norms."""
     shape: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     if name == "bloom":
         shape = {"n_layer": 2, "hidden_size": 64}
@@ -159,7 +159,7 @@ def inputs(shape: tuple[int, ...], part: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def turned(name: str, dtype: torch.dtype) -> list[Any]:
-    """Return which forms are served, whether results are equal, and whether the model has its function again."""
+    """Return forms, equal results, and whether the function is back."""
     model = model_of(name, dtype)
     scope = vars(sys.modules[type(model).__module__])
     function: Any = scope.get(ROTATION)
@@ -376,7 +376,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
 
 
 def main(path: Path) -> None:
-    """Save what models and modules give by their own code and by the kernels."""
+    """Save results of models, of modules, and of kernels."""
     from zinfer.engine.stream import step_kernels
 
     results: dict[Any, Any] = {"others": [with_another(norm) for norm in (Centered, Gated)]}

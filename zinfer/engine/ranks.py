@@ -190,8 +190,8 @@ class Group(ABC):
         self._joined = True
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill `whole`, uint8 ``[size * n]`` on the device, with the parts of all ranks, in rank order. `part`, this
-        rank's, is ``[n]``, perhaps its place in `whole`. Runs in the current queue."""
+        """Fill `whole` with the parts of all ranks, in rank order. It is uint8 ``[size * n]`` on the device, `part`,
+        this rank's, ``[n]``, perhaps its place in `whole`. Runs in the current queue."""
         with _losses():
             _all_gather(whole, part)
 

@@ -335,9 +335,7 @@ def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(shape: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros ``[*shape, count]`` with rows aligned to 8 values: kernels of attention read a bias in vectors, and
-    fail at any other address.
-    """
+    """Return zeros ``[*shape, count]``, rows aligned to 8 values: kernels read a bias in vectors, or fail."""
     return torch.zeros((*shape, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
 
 

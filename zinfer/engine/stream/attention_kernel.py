@@ -112,9 +112,8 @@ def _attend(
     WIDTH_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
-    and with it that score and the sum of the weights. The first program has the sinks, too; `ALONE`, a program divides.
-    """
+    """Attend to `steps` tiles of positions for one head of a row. Without others (`ALONE`) a program divides its sums;
+    else it keeps them with the largest score and the sum of weights. The first program has the sinks, too."""
     TYPE: tl.constexpr = values.dtype.element_ty
     pair = tl.program_id(0)
     split = tl.program_id(1)

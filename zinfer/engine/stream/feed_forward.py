@@ -19,8 +19,7 @@ def split_by_tokens(layers: Iterable[nn.Module], tokens: int) -> int:
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
-    """Tell whether a module is a dense feed-forward network. It maps one tensor to a wider space and back, and has
-    nothing else but activations."""
+    """Tell whether a module widens a tensor and narrows it. It has nothing else but activations."""
     linear = [child for child in module.children() if isinstance(child, nn.Linear)]
     bare = set(module.parameters()) == {parameter for child in linear for parameter in child.parameters()}
     if len(linear) < 2 or not bare or len(inspect.signature(module.forward).parameters) != 1:

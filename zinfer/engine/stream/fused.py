@@ -46,7 +46,7 @@ def replaced(places: Sequence[Place]) -> Iterator[None]:
 
 
 class Kernels:
-    """Modules or functions of a model (`places`), and kernels that compute the same."""
+    """Modules or functions of a model, and kernels that compute the same."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
@@ -113,7 +113,7 @@ def _rounds_first(module: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 class Routers(Kernels):
-    """Routers of a model whose choice a kernel makes, too, behind their matrix.
+    """Routers of a model whose choice a kernel makes, behind their matrix.
 
     A router scores experts, chooses those with the largest scores, and weighs them by a softmax over all scores or over
     theirs. Others, with sigmoids or groups of experts, stay. Of equal scores the kernel takes the first expert's;
@@ -135,7 +135,7 @@ def _route(module: Any, kind: tuple[bool, torch.dtype], states: Tensor) -> tuple
 
 
 def _weights_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[bool, torch.dtype] | None:
-    """Tell whether a router's weights are shares of all experts, and their type. None for what is no such router."""
+    """Return whether weights are shares of all experts, and their type. None for what is no such router."""
     tensors, dice = dict(module.named_parameters()) | dict(module.named_buffers()), torch.Generator().manual_seed(0)
     count, weight = getattr(module, "top_k", None), tensors.get("weight")
     if not isinstance(count, int) or weight is None or weight.dim() != 2 or not tensors.keys() <= {"weight", "bias"}:
@@ -163,7 +163,7 @@ def _weights_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 class Rotations(Kernels):
-    """Functions that turn a model's queries and keys by their positions, by one kernel instead of models' ten."""
+    """Functions that turn queries and keys, by one kernel instead of ten."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         super().__init__()
@@ -195,10 +195,7 @@ def _turns(forms: frozenset[int], query: Tensor, keys: Tensor, cos: Tensor, sin:
 
 
 def _forms(function: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> frozenset[int]:
-    """Return the forms in which the kernel computes what `function` does.
-
-    A form is 1 if all of a head has angles, 2 if they are those of both halves.
-    """
+    """Return the forms that the kernel serves: 1 if all of a head has angles, 2 if they are those of both halves."""
     from zinfer.engine.stream.step_kernels import rotate
 
     dice, forms = torch.Generator().manual_seed(0), set[int]()
@@ -216,7 +213,7 @@ def _forms(function: Callable[..., Any], dtype: torch.dtype, device: torch.devic
 
 
 class Linears(Kernels):
-    """Matrices of decoder layers, and the kernel that multiplies few tokens with them, one launch for the same states.
+    """Matrices of decoder layers, and the kernel that multiplies few tokens.
 
     A model calls its matrices one by one. Which of them follow each other with the same states shows when a pass runs:
     from the second pass on, the first of them computes all.

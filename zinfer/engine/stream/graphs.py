@@ -519,8 +519,7 @@ class Graphs:
         return entry[1]
 
     def _discard(self, memories: Sequence[StaticKV]) -> None:
-        """Drop the graphs of all passes in which `memories` take part; the next recordings wait longer if these did not
-        pay, else less long."""
+        """Drop the graphs of passes in which `memories` take part; if these did not pay, the next ones wait longer."""
         ids = set(map(id, memories))
         for key in [key for key in self._graph_sets if not ids.isdisjoint(key)]:
             gone = self._graph_sets.pop(key)
@@ -531,8 +530,7 @@ class Graphs:
     def _both_ways(
         self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part], ends: tuple[int, ...], eager: Run
     ) -> tuple[Tensor, str | None]:
-        """Compute a pass eagerly, then by its graph; return the logits of the former, and the fault, if any. The graph
-        is recorded if need be."""
+        """Compute a pass eagerly, then by its graph, recorded if need be; return the former's logits, and the fault."""
         assert self._recorder is not None
         with _observed(self._layers) as states:
             logits = eager()
@@ -566,8 +564,7 @@ class Graphs:
         return logits, fault
 
     def _drop_faulty(self, graph_set: GraphSet, shape: Shape, fault: str, for_good: bool) -> None:
-        """Drop the graphs of a shape of steps. That is for these sizes of micro-batches, or `for_good` for all: for
-        steps of several tokens if this is one."""
+        """Drop the graphs of a shape, for these micro-batches or `for_good`."""
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
         self._useless.add((shape, graph_set.sizes))
         self.status = fault

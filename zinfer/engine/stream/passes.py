@@ -140,9 +140,8 @@ class SharedPasses(Decoder[StreamBatch]):
         return [results[number] for number in range(len(passes))]
 
     def _recordable(self, parts: Sequence[Part[StreamBatch]], alone: bool) -> bool | None:
-        """Tell whether each layer of a decode step has its own graph. Otherwise all of the step has one. None if it
-        cannot be recorded. A step whose weights cross the link must be `alone` in its pass of them. See
-        `zinfer.engine.stream.graphs`."""
+        """Tell whether each layer of a decode step has its own graph. Else all has one; None if none can be recorded. A
+        step whose weights cross the link must be `alone` in its pass of them."""
         count, ring = parts[0].token_ids.shape[1], self._ring
         if not self._graphs.wanted or count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1):
             return None
@@ -218,11 +217,8 @@ class SharedPasses(Decoder[StreamBatch]):
             self._pool.begin(tokens >= self.plan.placement.whole_tokens, self._pool.computes(tokens))
 
     def _attention_of(self, parts: Sequence[Part[StreamBatch]]) -> str | None:
-        """Return the name of the attention function for a pass; None is the model's own.
-
-        A part alone is joined if that saves the model its mask: ALiBi is then added to it once, not in each layer; or
-        if it saves copies of keys for each head with sinks.
-        """
+        """Return the name of the attention function for a pass; None is the model's own. A part alone is joined if that
+        saves its mask, to which ALiBi is added once then, not in each layer, or copies of keys for heads with sinks."""
         first, ragged = parts[0], self._ragged
         if len(parts) > 1 or ((on_cpu(first) or ragged.alibi is not None or ragged.sinks) and ragged.takes(first)):
             return JOINED

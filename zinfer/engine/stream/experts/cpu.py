@@ -47,7 +47,7 @@ class Unsupported(Exception):
 
 
 def _struct(*fields: tuple[str, Any]) -> Any:
-    """Return a structure of cpu_experts.c, by the names of its fields and their types."""
+    """Return a structure of cpu_experts.c with named fields of types."""
     named = [(name, kind) for names, kind in fields for name in names.split()]
     return type("Struct", (Structure,), {"_fields_": named})
 

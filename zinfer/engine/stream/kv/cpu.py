@@ -239,8 +239,7 @@ def _attend_apart(
 
 
 def _on_host(added: Tensor) -> Tensor:
-    """Return a mask or bias on the CPU, in float32. It is the lowest number where a mask is False. Layers share what a
-    model made once, and never changes."""
+    """Return a float32 mask or bias on the CPU, which layers share."""
     copy: Tensor | None = getattr(added, "zinfer_on_host", None)
     if copy is None:
         (copy,) = to_host(added)
@@ -251,8 +250,7 @@ def _on_host(added: Tensor) -> Tensor:
 
 
 def _grouped(bias: Tensor, shared: int, tokens: int) -> Tensor:
-    """Return a bias for queries whose heads stand where tokens do. It is ``[b, 1 or heads, n, m]``; `shared` heads
-    share keys."""
+    """Return a bias for queries whose heads stand where tokens do. `shared` of them have one head of keys."""
     if shared == 1 or bias.shape[1:3] == (1, 1):
         return bias
     if bias.shape[1] == 1:

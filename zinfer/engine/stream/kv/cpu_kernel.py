@@ -134,7 +134,7 @@ def dequantized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_scales(matrix: Tensor) -> bool:
-    """Tell whether the rows of a matrix have their scales behind them, if they need some."""
+    """Tell whether rows have their scales behind them, if they need some."""
     return matrix.dtype != torch.int8 or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES
 
 
@@ -148,8 +148,7 @@ def library(source: Path = SOURCE) -> Any:
 
 
 def _compiled(source: Path, compiler: str) -> Path:
-    """Compile a C file, or take it from the cache; return the result. Raises OSError, and CalledProcessError if the
-    compiler fails."""
+    """Return a compiled C file, perhaps from the cache. Raises OSError, and CalledProcessError from the compiler."""
     made_of = source.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
     built = folder / f"{source.stem}-{hashlib.sha256(made_of).hexdigest()[:16]}.so"

@@ -90,7 +90,7 @@ class LinkStore(HostStore):
         return list(self._states(layer, torch.stack(list(kept), 1)))
 
     def _states(self, layer: int, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of stored bytes ``[n, rows, ..]`` as keys and values ``[rows, heads, n, D]``."""
+        """Return stored bytes ``[n, rows, ..]`` as keys and values. These are views ``[rows, heads, n, D]``."""
         dtype, shapes = self._shapes[layer]
         halves = held.view(dtype).split([heads * width for heads, width in shapes], 2)
         keys, values = (

@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 16384  # values in a block; small enough for the tables to follow rows of differing scale
-LEVELS = 4  # the fourth saves 0.2% of the size, a fifth would save 0.04%
-ROW = 16  # codes in a row of 32 bits
-# The GPU unpacks levels 2.. into the block's own place in `out`, before the values, which needs some free space there.
-# A block with more escapes than this is noise.
-MAX_ESCAPES = BLOCK - 4 * ROW
+from zinfer.engine.stream.weights.block import BLOCK as BLOCK
+from zinfer.engine.stream.weights.block import LEVELS as LEVELS
+from zinfer.engine.stream.weights.block import MAX_ESCAPES
+from zinfer.engine.stream.weights.block import ROW as ROW
+
 # A decode is one launch, 10-20 us of CPU time; on a link of 55 GB/s a tensor of this size saves about as much. For FP8,
 # which takes a launch in any case, it is the size from which the GPU unpacks faster than the link brings it.
 MIN_NUMEL = 1 << 20
@@ -196,9 +195,8 @@ def _commonest(exponents: Tensor) -> Tensor:
 
 
 def _levels(exponents: Tensor, tables: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the codes of levels 1, 2, .., then the remaining exponents; and counts. The former are uint8 with one code
-    a byte. Counts are the number of codes in levels 2, .. and of remaining exponents of each block (int64 ``[blocks,
-    LEVELS]``)."""
+    """Return codes of levels, then the remaining exponents; and counts. Codes take a byte. Counts are codes of levels
+    2, .. and remaining exponents of each block (int64 ``[blocks, LEVELS]``)."""
     streams: list[Tensor] = []
     counts: list[Tensor] = []
     symbols = exponents.view(-1, BLOCK)

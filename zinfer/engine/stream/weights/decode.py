@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights import block as numbers
 
-BLOCK, LEVELS, MAX_ESCAPES = map(tl.constexpr, (codec.BLOCK, codec.LEVELS, codec.MAX_ESCAPES))
+BLOCK, LEVELS, MAX_ESCAPES = map(tl.constexpr, (numbers.BLOCK, numbers.LEVELS, numbers.MAX_ESCAPES))
 # A tile is one row per thread. More warps waste work on levels 3 and 4, which seldom fill a tile (25, 26, 30
 # instructions a value for 1, 2, 4 warps); fewer warps hide less latency and leave longer tails.
 WARPS = 2

@@ -145,8 +145,8 @@ class DiskSource(WeightSource):
     def _submit(
         self, memory: memoryview, begin: int, need: int, end: int, began: list[float] | None = None
     ) -> list[Future[None]]:
-        """Start to fill `memory` with the bytes from `begin` to `end`. The files may lack those behind `need`. The time
-        at which each request begins is appended to `began`."""
+        """Start to fill `memory` with bytes `begin` to `end`. Files may lack those behind `need`; note when requests
+        `began`."""
 
         def read(part: memoryview, start: int, need: int) -> None:
             if began is not None:
@@ -168,10 +168,8 @@ class DiskSource(WeightSource):
         return sorted(times, key=lambda read: read[1])
 
     def _check(self, chunk: Chunk, content: memoryview, before: object) -> None:
-        """Compare a chunk with its checksum, once until the files change.
-
-        `before` is their identity before the chunk was read; None: it is checked in any case.
-        """
+        """Compare a chunk with its checksum, once until the files change. `before` is their identity
+        before it was read, None to compare it in any case."""
         now = self._files.identity
         with self._changed:
             if now != self._seen:

@@ -263,8 +263,7 @@ class GatherRing(PrefetchRing):
         self._gather_on()
 
     def _gather_on(self) -> None:
-        """Issue the gathers whose turn has come. These are of copies that were issued, and of layers that stay as far
-        as there are buffers."""
+        """Issue the gathers whose turn has come: of copies under way, and of layers that stay if there are buffers."""
         staging = self._staging
         while self._to_gather:
             index, number = self._to_gather[0]

@@ -230,8 +230,7 @@ class Loader:
         return MemorySource(arena, layers)
 
     def _keep(self, number: int, layer: PackedLayer, content: Tensor) -> None:
-        """Keep a resident layer: its bytes, or this rank's part of them. The leader of a group gives all ranks its
-        `content`."""
+        """Keep a resident layer's bytes, or this rank's part of them. A group's leader gives all ranks `content`."""
         group = self._group
         self._resident_bytes += content.numel()
         if group is not None:

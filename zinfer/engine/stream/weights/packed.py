@@ -243,8 +243,7 @@ def find(
 
 
 def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Raise EngineError if a tensor of `checkpoint` differs from the packed one. Reads it only if its files are not
-    the packed ones, or have changed."""
+    """Raise EngineError if a tensor of `checkpoint` differs from the packed one. Reads it only if its files changed."""
     now = _identity(checkpoint)
     if now == content.files:
         return
@@ -264,8 +263,8 @@ def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progres
 
 
 def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
-    """Return the index and the data's path of layers that fit `state`. Raises EngineError unless they hold every entry
-    of the layers with its shape and type, CheckpointError for data that are cut off or missing."""
+    """Return the index and the data's path. Raises EngineError unless they hold every entry of the layers of `state`
+    with its shape and type, CheckpointError for data that are cut off or missing."""
     content = _read(folder)
     for number, stored in enumerate(content.layers):
         wanted = {name: (entry.tensor.shape, entry.tensor.dtype) for name, entry in state.of_layer(number).items()}

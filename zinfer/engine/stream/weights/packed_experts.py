@@ -186,8 +186,7 @@ def _packed(experts: Experts, chunks_of: Callable[[str, int], Iterable[Chunk]]) 
 
 
 def _shift_chunks(chunks: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
-    """Yield an expert's chunks of a stacked tensor at their final places. Uncoded ones end with the tensor: the next
-    expert's begins there."""
+    """Yield an expert's chunks of a stacked tensor at their final places; uncoded ones end where the next begins."""
     stride = block.size // count
     for chunk in chunks:
         end = chunk.end if chunk.layout is not None else min(chunk.end, chunk.start + stride - chunk.place)

@@ -170,8 +170,7 @@ class PrefetchRing:
         self._depth = depth
 
     def _chunk_bytes(self) -> Iterator[int]:
-        """Yield the sizes of all chunks. While layers load, those of the loaded ones count as if they were uncoded, so
-        that chunks of later layers find room, too."""
+        """Yield the sizes of chunks; while layers load, those of the loaded ones as if uncoded, for room for others."""
         if (late := self._late) is None:
             return (chunk.size for packed in self.layers for chunk in packed.chunks)
         layers = (late[index] for index in range(len(late)) if late.loaded(index))
@@ -399,8 +398,7 @@ class PrefetchRing:
             tensor.data = view
 
     def _views(self, index: int) -> dict[str, Tensor]:
-        """Return where a layer's weights are while it computes. They are in the layer buffer, but for those that a
-        resident layer holds as they are."""
+        """Return a layer's weights while it computes: in the layer buffer, unless a resident layer holds them so."""
         packed, resident = self.layers[index], self._resident_content(index)
         if resident is None:
             return {name: block.view(self.layer_buffer) for name, block in packed.blocks.items()}
@@ -608,8 +606,7 @@ class _Pass:
 
 
 def _without_attention(output: Any) -> Any:
-    """Return a layer's output without attention probabilities, ``[B, heads, S, S]``. Some models return them and hold
-    them while the next layer computes; nobody reads them."""
+    """Return a layer's output without attention probabilities ``[B, heads, S, S]``."""
     if not isinstance(output, tuple):
         return output
     return (output[0], *(None if isinstance(part, Tensor) and part.dim() == 4 else part for part in output[1:]))

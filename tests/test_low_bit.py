@@ -480,7 +480,7 @@ def test_a_recorded_layer_unpacks_what_its_call_unpacks(
 def test_rows_with_their_cache_in_host_memory(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, queued: None
 ) -> None:
-    """Two calls of a layer in a pass, in two queues."""
+    """Two calls of a layer in a pass."""
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "device_rows": 1}
     tokens = list[Tensor]()
     for option in ("off", "auto"):

@@ -500,11 +500,11 @@ def test_shares_of_host_memory_are_checked() -> None:
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600, 9000]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
     ring=st.integers(0, 60_000),
-    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5),
+    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=5),
     kept=st.sets(st.integers(0, 4)),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    sizes: list[int], depth: int, ring: int, passes: list[tuple[int, int, int]], kept: set[int],
+    sizes: list[int], depth: int, ring: int, passes: list[tuple[int, int]], kept: set[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     """Mixed passes, layers from disk and host memory, any ring size."""
@@ -512,10 +512,10 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_module, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
-        for number, (calls, count, second) in enumerate(passes):
+        for number, (calls, count) in enumerate(passes):
             fetches = [Answer(index, number) for index in range(count)]
             bench.borrowed.clear()
-            bench.run_pass(calls, fetches, second)
+            bench.run_pass(calls, fetches)
             assert bench.borrowed == [
                 [index, layer, number, 7] for layer in range(len(sizes)) for index in range(count)
             ]

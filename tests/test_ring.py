@@ -7,7 +7,7 @@ whether a device, which runs them at any time, would have been held to the same 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -56,12 +56,12 @@ class FakeEvent:
 
 
 class FakeQueues:
-    """Two compute queues, a copy queue and one between devices. `skip_waits` drops the waits of the queue of that
+    """A compute queue, a copy queue and one between devices. `skip_waits` drops the waits of the queue of that
     name: a broken ring. `passed` tells, query by query, whether an event is passed; all are when it ends."""
 
     def __init__(self, skip_waits: str = "", passed: Iterable[bool] = ()) -> None:
         self.passed = iter(passed)
-        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "second": {}, "gather": {}}
+        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "gather": {}}
         self._current = "compute"
         self.skip_waits = skip_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
@@ -85,20 +85,10 @@ class FakeQueues:
         self._current = before
 
     @contextmanager
-    def second_stream(self) -> Iterator[None]:
-        self._current = "second"
-        yield
-        self._current = "compute"
-
-    @contextmanager
     def gathering(self) -> Iterator[None]:
         before, self._current = self._current, "gather"
         yield
         self._current = before
-
-    def read_behind(self) -> None:
-        """Raise Race unless the second queue ends before the first goes on."""
-        self._after(("second", self._clocks["second"].get("second", 0)), "the second queue is not waited for")
 
     def finish(self) -> None:
         done = {queue: clock.get(queue, 0) for queue, clock in self._clocks.items()}
@@ -167,7 +157,6 @@ class Bench:
     each fetch is handed back when it was read, else at the end of the call."""
 
     hands_back = False
-    brings = True  # each layer is brought before its calls in the second queue
 
     def __init__(
         self,
@@ -222,22 +211,14 @@ class Bench:
         if self.hands_back:
             self.ring.hand_back()
 
-    def run_pass(self, calls: int = 1, fetches: Sequence[Answer] = (), second: int = 0) -> None:
-        """Call every layer `second` times, then `calls` times, in one pass. The second queue's calls come before the
-        first's.
-
-        The last call borrows all fetches.
-        """
-        with self.ring.weight_pass(calls + second, fetches=fetches):
-            for number, (layer, weight) in enumerate(zip(self.layers, self.weights, strict=True)):
-                if second and self.brings:
-                    self.ring.bring_layer(number)
-                for call in range(calls + second):
-                    layer.due = len(fetches) if call == calls + second - 1 and calls else 0
-                    with self.ring.second_stream() if call < second else nullcontext():
-                        assert torch.equal(layer(), weight)
-                        self.queues.read(self.ring.layer_buffer)
-        self.queues.read_behind()
+    def run_pass(self, calls: int = 1, fetches: Sequence[Answer] = ()) -> None:
+        """Call every layer `calls` times in one pass. The last call borrows all fetches."""
+        with self.ring.weight_pass(calls, fetches=fetches):
+            for layer, weight in zip(self.layers, self.weights, strict=True):
+                for call in range(calls):
+                    layer.due = len(fetches) if call == calls - 1 else 0
+                    assert torch.equal(layer(), weight)
+                    self.queues.read(self.ring.layer_buffer)
 
     def close(self) -> None:
         self.ring.close()
@@ -253,11 +234,11 @@ def small_chunks(monkeypatch: Patch) -> None:
 @given(
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
-    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6),
+    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=6),
     hands_back=st.booleans(),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    sizes: list[int], depth: int, passes: list[tuple[int, int, int]], hands_back: bool
+    sizes: list[int], depth: int, passes: list[tuple[int, int]], hands_back: bool
 ) -> None:
     """Passes of any mixture: calls of a layer that share its weights, and fetches, guessed or not.
 
@@ -267,10 +248,10 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         patch.setattr(chunk_module, "CHUNK_BYTES", 512)
         bench = Bench(sizes, depth, FakeQueues(), patch)
         bench.hands_back = hands_back
-        for number, (calls, count, second) in enumerate(passes):
+        for number, (calls, count) in enumerate(passes):
             count = 3 * count if hands_back else count
             bench.borrowed.clear()
-            bench.run_pass(calls, [Answer(fetch, number) for fetch in range(count)], second)
+            bench.run_pass(calls, [Answer(fetch, number) for fetch in range(count)])
             assert bench.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
         bench.close()
 
@@ -282,51 +263,6 @@ def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, 
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(skip_waits=skipped_wait), monkeypatch)
     with pytest.raises(Race, match=message):
         bench.run_pass()
-
-
-def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: Patch) -> None:
-    deaf = Bench([512, 512], 3, FakeQueues(skip_waits="second"), monkeypatch)
-    with pytest.raises(Race, match="before its content"):
-        deaf.run_pass(1, (), 1)
-    bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
-    bench.run_pass(1, (), 1)
-    monkeypatch.setattr(PrefetchRing, "_join", lambda *_: None)
-    with pytest.raises(Race, match="overwritten before"):
-        bench.run_pass(1, (), 1)
-
-
-@pytest.mark.parametrize("filling", ["compute", "second"])
-def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, monkeypatch: Patch) -> None:
-    """A call in the second queue pauses; calls in the first one come before it goes on."""
-    queues = FakeQueues()
-    bench = Bench([512, 512], 3, queues, monkeypatch)
-    ring = bench.ring
-
-    def fill_in() -> None:
-        ring.unpack_now(0, ())
-
-    monkeypatch.setattr(PrefetchRing, "unpack_resident", lambda *_: queues.write(ring.layer_buffer))
-    with ring.weight_pass(2):
-        ring.bring_layer(0)
-        with ring.second_stream():
-            ring._begin_call(0)
-            if filling == "second":
-                fill_in()
-        ring._begin_call(0)
-        if filling == "compute":
-            fill_in()
-        queues.read(ring.layer_buffer)
-        with ring.second_stream():
-            queues.read(ring.layer_buffer)
-        bench.layers[1]()
-    bench.close()
-
-
-def test_a_layer_is_unpacked_in_the_first_queue(monkeypatch: Patch) -> None:
-    bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
-    bench.brings = False
-    with pytest.raises(RuntimeError, match="must come in the first queue"):
-        bench.run_pass(1, (), 1)
 
 
 def test_a_buffer_given_back_too_early_is_seen(monkeypatch: Patch) -> None:

@@ -1,9 +1,7 @@
 """Streamed layers: every bit arrives, through arena, ring and slot, and the tokens stay the same."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.stream.kv.cpu import defer, flush, run_async
 from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
@@ -190,86 +187,6 @@ def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch:
         ring.resize(2)
         assert [buffer.numel() for buffer in ring._buffers] == [ring.buffer_bytes] * 2
         assert ring.depth == 2
-
-
-def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> None:
-    """It begins each layer; what it puts off, and its attention, are done by another thread before it goes on."""
-    ring, layers, tensors = ring_of(packed, 3)
-    order: list[tuple[int, str]] = []
-    resumed, memory = threading.Event(), torch.zeros(2, 1, 1, 4)
-
-    def attention(done: list[str]) -> Tensor:
-        assert bool((memory == 1).all())
-        assert resumed.wait(60)  # others went on meanwhile
-        assert threading.current_thread() is not threading.main_thread()
-        assert torch.is_inference_mode_enabled()
-        assert done == ["stored"]
-        return torch.tensor(7)
-
-    def attending() -> Tensor:
-        for number, layer in enumerate(layers):
-            assert same(layer(), tensors[number])
-            order.append((number, "asks"))
-            done: list[str] = []
-            defer(partial(done.append, "stored"))
-            memory.zero_()
-            defer(partial(memory.copy_, torch.ones(2, 1, 1, 4)))
-            assert (done, float(memory.sum())) == ([], 0)
-            assert int(run_async(partial(attention, done))) == 7
-            order.append((number, "has"))
-            resumed.clear()
-        defer(partial(order.append, (3, "settled")))
-        flush()
-        defer(partial(order.append, (3, "at the end")))
-        return torch.tensor(1)
-
-    def launched() -> Tensor:
-        for number, (layer, expected) in enumerate(zip(layers, tensors, strict=True)):
-            assert same(layer(), expected)
-            order.append((number, "launched"))
-            resumed.set()
-        return torch.tensor(0)
-
-    with torch.inference_mode():
-        for _ in range(2):
-            order.clear()
-            results = interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
-            assert [int(result) for result in results] == [0, 1]
-            each = ("asks", "launched", "has")
-            last = [(3, "settled"), (3, "at the end")]
-            assert order == [(number, part) for number in range(3) for part in each] + last
-    assert run_async(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
-    defer(partial(memory.copy_, torch.full((2, 1, 1, 4), 2.0)))  # at once, too
-    assert bool((memory == 2).all())
-
-
-@pytest.mark.parametrize("where", ["launched", "attention", "put off"])
-def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
-    ring, layers, tensors = ring_of(packed, 2)
-    done: list[str] = []
-
-    def fail(stage: str) -> Tensor:
-        if stage == where:
-            raise MemoryError("no more")
-        done.append(stage)
-        return torch.tensor(0)
-
-    def attending() -> Tensor:
-        layers[0]()
-        defer(partial(fail, "put off"))
-        return run_async(partial(fail, "attention"))
-
-    def launched() -> Tensor:
-        layers[0]()
-        return fail("launched")
-
-    with pytest.raises(MemoryError, match="no more"):
-        interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
-    flush()  # nothing of it is left
-    others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
-    assert sorted(done) == others[where]
-    with ring.weight_pass():
-        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
 
 
 def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:

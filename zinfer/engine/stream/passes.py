@@ -10,7 +10,6 @@ While it stops it holds its hidden states; what a layer needs beyond them exists
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -24,7 +23,7 @@ from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
 from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.graphs import Graphs
-from zinfer.engine.stream.kv.cpu import PAUSED, OwnAttentionError, PausingPass
+from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.store import HostStore
 from zinfer.engine.stream.weights.products import PackedProducts
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
@@ -120,7 +119,7 @@ class SharedPasses(Decoder[StreamBatch]):
         for part in parts:
             joins = ("joined", on_cpu(part), part.token_ids.shape[1]) if self._ragged.takes(part) else (id(part),)
             groups.setdefault(joins, []).append(part)
-        passes = sorted(groups.values(), key=lambda some: on_cpu(some[0]))  # the GPU computes while the CPU attends
+        passes = sorted(groups.values(), key=lambda some: on_cpu(some[0]))
         logits: dict[int, Tensor] = {}
         for some, output in zip(passes, self._run_passes(passes), strict=True):
             logits |= zip(map(id, some), split(some, output), strict=True)
@@ -201,12 +200,9 @@ class SharedPasses(Decoder[StreamBatch]):
                 if isinstance(batch.cache, RowCache):
                     batch.cache.window(rows, batch.length, layer)
 
-        attending = sum(on_cpu(some[0]) for some in passes)
-        if attending == len(passes) or self._pool is not None:  # one queue unpacks experts
-            attending = 0
         runs = [partial(self._forward_parts, some) for some in passes]
         try:
-            return interleave(ring, runs, enter, [fetch for fetch in fetches if fetch is not None], attending)
+            return interleave(ring, runs, enter, [fetch for fetch in fetches if fetch is not None])
         finally:
             self._ragged.switch(None)
 
@@ -266,49 +262,28 @@ def interleave(
     passes: Sequence[Callable[[], Tensor]],
     enter: Callable[[int, int], None],
     fetches: Sequence[Fetch] = (),
-    on_cpu: int = 0,
 ) -> list[Tensor]:
     """Run several forward passes in one pass of the weights. `enter` gets the number of a forward pass and of the layer
     that it is about to compute. `fetches` are the transfers besides weights, in the order in which the forward passes
-    borrow them. An exception of one forward pass ends all.
-
-    The CPU attends to rows of the last `on_cpu` of `passes`, not all of them. They begin each layer, in the ring's
-    second queue, and may pause in it (`zinfer.engine.stream.kv.cpu`) while the others are launched."""
+    borrow them. An exception of one forward pass ends all."""
     outputs: dict[int, Tensor] = {}
-    first = len(passes) - on_cpu
 
-    def runner(number: int) -> Callable[[], None]:
-        def run() -> None:
-            outputs[number] = passes[number]()
+    def run(number: int) -> None:
+        outputs[number] = passes[number]()
 
-        return run
-
-    kinds = [PausingPass if number >= first else greenlet for number in range(len(passes))]
-    workers: list[Any] = [kind(runner(number)) for number, kind in enumerate(kinds)]
+    workers = [greenlet(partial(run, number)) for number in range(len(passes))]
     numbers = {worker: number for number, worker in enumerate(workers)}
 
     def turn(layer: int) -> None:
         current = getcurrent()
-        current.parent.switch(layer)
+        current.parent.switch()
         enter(numbers[current], layer)
 
-    def go_on(number: int) -> Any:
-        """Run a forward pass up to its next layer; return that. PAUSED if it pauses before, None if it ends."""
-        with ring.second_stream() if number >= first else nullcontext():
-            return workers[number].switch()
-
-    order = [*range(first, len(passes)), *range(first)]
     with ring.weight_pass(len(passes), turn, fetches):
         try:
-            layer: int | None = None
             while len(outputs) < len(passes):
-                if on_cpu and layer is not None:
-                    ring.bring_layer(layer)
-                stops = {number: go_on(number) for number in order}
-                for number in order[:on_cpu]:
-                    while stops[number] is PAUSED:
-                        stops[number] = go_on(number)
-                layer = stops[order[-1]]
+                for worker in workers:
+                    worker.switch()  # up to its next layer, or to its end
         finally:
             for worker in workers:
                 if worker:  # begun and not finished: free its tensors now

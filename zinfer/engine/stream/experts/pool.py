@@ -214,7 +214,6 @@ class ExpertPool:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
-        self._unpacked = self._queues.event()
         self._chosen, self._on_host = self._queues.event(), torch.empty((0, 1), dtype=torch.int64)
         self._attached: list[nn.Module] = []  # modules of experts
         self.staging = self.cached = 0  # buffers of coming and of resident experts
@@ -451,7 +450,6 @@ class ExpertPool:
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
-        self._unpacked.wait()  # if another queue unpacked the experts that are there
         if brought := deque((*cached, *others)):
             while brought:
                 self._ensure(brought[0])
@@ -460,7 +458,6 @@ class ExpertPool:
                     run.append(brought.popleft())
                 self._unpack(run)
             self._filled[1].update(expert for _, expert in missing)
-            self._unpacked.record()
 
     def close(self) -> None:
         self._queues.finish()
@@ -566,8 +563,6 @@ class ExpertPool:
         """Unpack experts in successive buffers. Each stays then, or makes room."""
         layer = run[0][0]
         packed, numbers = self._packed(run[0]), range(self._at[run[0]], self._at[run[0]] + len(run))
-        for number in numbers:
-            self._freed[number].wait()  # another queue may have read it before: the event is behind both then
         content = self._memory[numbers.start * self.buffer_bytes : numbers.stop * self.buffer_bytes]
         repeats = [step._replace(times=len(run)) for step in self.layers[layer].repeats] if len(run) > 1 else []
         for part, chunks in groupby(enumerate(packed.chunks), lambda item: packed.part_of(item[1])):
@@ -591,17 +586,12 @@ class ExpertPool:
             self._places[layer] = self._places_of(layer)
         if (places := self._places.get(layer)) is None:
             return False
-        recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._hits = chosen.numel() * len(self.layers)
         self._ring.resume()
-        if not recording:
-            self._unpacked.wait()
         if self._filled[0] != layer:
             self._filled = layer, set()
         with self._ring.untimed(layer, unpacks=True):
             codec.decode_chosen(self._memory, *places, chosen.flatten(), self.layer_buffer)
-        if not recording:
-            self._unpacked.record()
         return True
 
     def _places_of(self, layer: int) -> tuple[Tensor, int] | None:

@@ -3,27 +3,20 @@
 The cache hands a model its new keys and values with a `HostStates`. The attention function
 (`zinfer.engine.stream.attention`) finds it there: new keys, values and queries go to host memory, the CPU attends to
 all that is stored, and the result comes back to the device.
-
-That takes longer than launching what the device computes for other passes. So the pass hands its work to a thread and
-pauses (`run_async`); `zinfer.engine.stream.passes.interleave` goes on with the other passes, and comes back to it. What
-the device sends (`to_host_async`) may not be there yet: work that reads it is deferred (`defer`), and the thread does
-that first. Code that reads host memory otherwise calls `flush` before.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from zinfer.engine.cache import SlotAllocation, WindowIndex
+from zinfer.engine.cache import WindowIndex
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.kv.cpu_kernel import (
     MAX_ROWS,
@@ -47,85 +40,8 @@ HARMLESS = {
     "dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
 }  # fmt: skip
-PAUSED = object()  # what a pass hands to its parent when it pauses
 Block = tuple[Tensor, Tensor]  # keys and values of one micro-batch
 Biases = Sequence[Sequence[Tensor]]  # what the scores of each micro-batch get
-
-
-class PausingPass(greenlet):  # type: ignore[misc]
-    """Forward pass that may pause; its parent then gets `PAUSED`, and switches to it again."""
-
-    def __init__(self, forward: Callable[[], object]) -> None:
-        super().__init__()
-        self._forward = forward
-        self.deferred: list[Callable[[], object]] = []
-
-    def run(self) -> None:
-        self._forward()
-        flush()  # stored positions without attention yet
-
-
-@cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "zinfer-attention")
-
-
-def may_pause() -> bool:
-    """Tell whether the forward pass that runs now may pause."""
-    return isinstance(getcurrent(), PausingPass)
-
-
-def to_host_async(*tensors: Tensor) -> list[Tensor]:
-    """Copy tensors to host memory; in a pass that may pause, complete after `flush` or in `run_async`."""
-    if not (may_pause() and tensors[0].is_cuda):
-        return to_host(*tensors)
-    copies = [tensor.contiguous().to("cpu", non_blocking=True) for tensor in tensors]
-    event = torch.cuda.Event()
-    event.record()
-    defer(event.synchronize)
-    return copies
-
-
-def defer(work: Callable[[], object]) -> None:
-    """Defer `work` until `run_async` or `flush`; do it now in a pass that may not pause."""
-    if may_pause():
-        getcurrent().deferred.append(work)
-    else:
-        work()
-
-
-def flush() -> None:
-    """Do all deferred work of the running pass now."""
-    for work in _taken() if may_pause() else ():
-        work()
-
-
-def _taken() -> list[Callable[[], object]]:
-    current: Any = getcurrent()
-    taken: list[Callable[[], object]] = current.deferred
-    current.deferred = []
-    return taken
-
-
-def run_async(work: Callable[[], Tensor]) -> Tensor:
-    """Return the result of `work`, after all deferred work; other passes go on meanwhile, if this one may pause."""
-    if not may_pause():
-        return work()
-    deferred, threads, inference = _taken(), torch.get_num_threads(), torch.is_inference_mode_enabled()
-
-    def run() -> Tensor:
-        torch.set_num_threads(threads)  # teams of two sizes in turn end and start threads each time
-        with torch.inference_mode(inference):
-            for each in deferred:
-                each()
-            return work()
-
-    done = _thread().submit(run)
-    try:
-        getcurrent().parent.switch(PAUSED)
-    finally:
-        result = done.result()
-    return result
 
 
 class OwnAttentionError(RuntimeError):
@@ -171,9 +87,9 @@ class HostStates:
             key, value = self._new
         sent = [query] if sinks is None else [query, sinks]
         if self.attended:  # an earlier layer's keys
-            query, *rest = to_host_async(*sent)
+            query, *rest = to_host(*sent)
         else:
-            keys, values, query, *rest = to_host_async(*self._parts[0].narrowed().encode(key, value), *sent)
+            keys, values, query, *rest = to_host(*self._parts[0].narrowed().encode(key, value), *sent)
             self._store(keys, values)
         if self._biases is not None:
             biases: Biases = self._biases(tuple(keys.shape[2] for keys, _ in self._blocks), shared if tokens > 1 else 1)
@@ -204,13 +120,12 @@ def attend_all(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the float32 attention of `queries` to all `blocks`. It is what `cpu_kernel.attend` returns. Other passes
-    go on meanwhile; torch computes what the compiled code cannot. Scores are kept below `softcap`; `sinks`,
+    """Return the float32 attention of `queries` to all `blocks`. It is what `cpu_kernel.attend` returns; torch
+    computes what the compiled code cannot. Scores are kept below `softcap`; `sinks`,
     ``[query heads]``, are scores that take their part of each softmax."""
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     if can_attend(queries, blocks):
-        return run_async(partial(attend, queries, blocks, biases, factor, torch.get_num_threads(), softcap, sinks))
-    flush()
+        return attend(queries, blocks, biases, factor, torch.get_num_threads(), softcap, sinks)
     parts = queries.split([len(keys) for keys, _ in blocks])
     each = zip(parts, blocks, biases or [()] * len(blocks), strict=True)
     return torch.cat([_attend_apart(*part, factor, softcap, sinks) for part in each])
@@ -279,7 +194,6 @@ class CpuStore(HostStore):
         return (quantize_rows(keys), quantize_rows(values)) if self._in_8_bits else (keys, values)
 
     def append(self, layer: int, rows: slice, states: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
-        """Append encoded keys and values. They may be on their way to host memory."""
         if not start:
             self._send(layer, rows, states)
             return states
@@ -288,10 +202,8 @@ class CpuStore(HostStore):
         for event in self._sent:
             event.synchronize()
         self._sent = []
-        if step.moved:  # the past moves, too
-            flush()
         indices = self._row_range(rows)
-        keys, values = (_stored(step, store[indices], new) for store, new in zip(stores, states, strict=True))
+        keys, values = (step.store(store[indices], new) for store, new in zip(stores, states, strict=True))
         return (int8_of(keys), int8_of(values)) if self._in_8_bits else (keys, values)
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
@@ -344,14 +256,6 @@ class CpuStore(HostStore):
         memory = self._memory(layer, begin + values)
         dtype = states[0].dtype
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
-
-
-def _stored(step: SlotAllocation, memory: Tensor, states: Tensor) -> Tensor:
-    """Return all states that the new ones see; these are stored once they have arrived."""
-    if step.moved:
-        return step.store(memory, states)
-    defer(partial(memory[..., step.new, :].copy_, states))
-    return step.seen(memory)
 
 
 @cache

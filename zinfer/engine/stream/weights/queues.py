@@ -35,7 +35,6 @@ class Queues(Protocol):
 
     def event(self) -> Event: ...
     def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
-    def second_stream(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
     def gathering(self) -> AbstractContextManager[Any]: ...  # makes the queue between GPUs the current one
     def finish(self) -> None: ...  # makes the CPU wait for all of them
 
@@ -49,18 +48,17 @@ class HostQueues:
     def copying(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    second_stream = gathering = copying
+    gathering = copying
 
     def finish(self) -> None:
         pass
 
 
 class CudaQueues:
-    """CUDA streams: the current one, and one for copies; calls of `second_stream` and gathers go first."""
+    """CUDA streams: the current one, and one for copies; gathers go first."""
 
     def __init__(self, device: torch.device) -> None:
         self._copying = torch.cuda.Stream(device)
-        self._second = torch.cuda.Stream(device, priority=-1)
         self._gathering = torch.cuda.Stream(device, priority=-1)
 
     def event(self) -> Event:
@@ -68,9 +66,6 @@ class CudaQueues:
 
     def copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._copying)
-
-    def second_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._second)
 
     def gathering(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._gathering)

@@ -14,10 +14,6 @@ Three rules keep the two queues apart; `tests/test_ring.py` proves each on queue
 3. A copy into buffer b is issued only once `free[b]` has been recorded, since waiting for an event that nobody has
    recorded yet is no wait at all.
 
-Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`second_stream`). Two
-more rules hold for the layer buffer: the second queue waits until a layer is unpacked before it reads it, and the next
-layer is unpacked once the second queue has read this one.
-
 A *pass* reads each layer once: ``with ring.weight_pass(..):`` around the forward pass, or around several that share the
 weights. A pass that ends in an exception leaves the ring to begin anew with the next one.
 """
@@ -38,7 +34,7 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
 from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
-from zinfer.engine.stream.weights.queues import PASSED, CudaQueues, Event, HostQueues, Queues
+from zinfer.engine.stream.weights.queues import CudaQueues, HostQueues, Queues
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.record.measurement import Lane
 
@@ -277,47 +273,7 @@ class PrefetchRing:
             if self._pass.complete:
                 self._next = tuple(fetch.following() for fetch in wanted)
         finally:
-            self._join(self._pass)
             self._pass = None
-
-    def bring_layer(self, index: int) -> None:
-        """Bring layer `index` into the layer buffer for its next calls. The first of them may run in the second compute
-        queue."""
-        now = self._under_way()
-        if now.in_second:
-            raise RuntimeError(f"decoder layer {index} is not in the layer buffer: it must come in the first queue")
-        self._join(now)
-        self._only = index if index in self.holds else None
-        self._unpack(index)
-        now.layer, now.calls_done = index, 0
-        now.unpacked = self.queues.event()
-        now.unpacked.record()
-
-    @contextmanager
-    def second_stream(self) -> Iterator[None]:
-        """Run calls within the ``with`` block in the second compute queue. Each layer must have been brought, or
-        called, outside of it first. The pass ends once the second queue has done its work, too."""
-        now, begun = self._under_way(), None
-        if not now.second_used:  # inputs come from the first queue
-            begun, now.second_used = self.queues.event(), True
-            begun.record()
-        with self.queues.second_stream():
-            if begun is not None:
-                begun.wait()
-            now.unpacked.wait()  # the first queue may have filled in weights of the layer since
-            now.in_second = True
-            try:
-                yield
-            finally:
-                now.in_second = False
-
-    def _join(self, now: "_Pass") -> None:
-        """Make the compute queue wait for the second one."""
-        if now.second_used:
-            done = self.queues.event()
-            with self.queues.second_stream():
-                done.record()
-            done.wait()
 
     def drop_fetches(self) -> None:
         """Drop prefetched fetches before the memory that they read changes."""
@@ -536,10 +492,10 @@ class PrefetchRing:
         now = self._under_way()
         now.turn(index)
         if now.layer != index or now.calls_done == now.calls:
-            self.bring_layer(index)
+            self._only = index if index in self.holds else None
+            self._unpack(index)
+            now.layer, now.calls_done = index, 0
         now.calls_done += 1
-        if now.second_used:
-            now.unpacked.wait()
         if self._trace is not None:
             self._trace.begin("compute", index)
 
@@ -580,7 +536,6 @@ class PrefetchRing:
         with self.untimed(index, unpacks=True):
             self.unpack_resident(index, chunks)
             unpack()
-        now.unpacked.record()
 
     def computes_resident(self, index: int) -> bool:
         """Tell whether a layer computes now, and stays."""
@@ -600,9 +555,6 @@ class _Pass:
     calls_done: int = 0  # of that layer
     borrowed: int = 0  # buffers that its current call holds
     complete: bool = False  # True after the last call of the last layer
-    unpacked: Event = PASSED  # point from which on the rest of the layer is in the layer buffer
-    in_second: bool = False  # True while the second compute queue is the current one
-    second_used: bool = False
 
 
 def _without_attention(output: Any) -> Any:

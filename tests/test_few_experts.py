@@ -162,16 +162,6 @@ def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, fe
     assert few.lines == [f"{NOTE}using transformers instead of a faster kernel: {reason}"], "once, whatever comes later"
 
 
-def test_a_lack_of_memory_is_the_callers(few: Any, monkeypatch: Patch) -> None:
-    def none_left(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(few_experts, "_compute", none_left)
-    with pytest.raises(torch.OutOfMemoryError):
-        few.module(*call(few.module, 1, torch.float32))
-    assert few.status == "on"
-
-
 def test_without_a_gpu_models_are_left_as_they_are() -> None:
     model, _ = experts_of("mixtral")
     before = model.config._experts_implementation

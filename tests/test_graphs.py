@@ -20,7 +20,7 @@ from zinfer.core.case import Offload
 from zinfer.core.model import Dtype
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import attention, graphs
-from zinfer.engine.stream.graphs import TUNED, Run, end_of
+from zinfer.engine.stream.graphs import TUNED, Run, end_of, recorder_of
 from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.plan.planner import make_plan
 
@@ -106,20 +106,6 @@ def test_layers_whose_weights_cross_the_link_are_recorded_one_by_one(
     test_ragged.check(engine, by_layer)
     steps = 10 - 3  # one waits, two are computed both ways
     assert (recorder.replayed > steps * len(engine._layers)) is by_layer  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("architecture", ["llama", "bloom"])
-def test_steps_of_several_tokens_are_recorded_layer_by_layer(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
-) -> None:
-    tune(monkeypatch, bucket=64)
-    runs = []
-    for option in ("off", "auto"):
-        engine = load("stream", checkpoint(architecture), "cpu", tmp_path, cuda_graphs=option)
-        runs.append(verified(engine))
-    assert status(engine) == BY_LAYER
-    assert recorder.replayed
-    assert all(close(actual, expected) for actual, expected in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
@@ -213,23 +199,31 @@ def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
     return logits_of_steps
 
 
-@pytest.mark.parametrize("keep_all", [True, False])
-@pytest.mark.parametrize(("architecture", "several"), [("llama", True), ("bloom", True), ("falcon", False)])
+@pytest.mark.parametrize(
+    ("architecture", "offload", "keep_all"),
+    [
+        *((name, "none", keep_all) for name in ("llama", "bloom", "falcon") for keep_all in (True, False)),
+        ("llama", "cpu", True),
+        ("bloom", "cpu", True),
+    ],
+)
 def test_steps_of_several_tokens_are_recorded(
-    architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+    architecture: str, offload: Offload, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
     """Verifying steps return logits of all tokens, catching-up steps the last. A model that gets a mask has graphs of
-    single tokens."""
-    runs = []
+    single tokens; layers whose weights cross the link have their own."""
+    runs, several = [], architecture != "falcon"
     for option in ("off", "auto"):
-        engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs=option)
+        engine = load("stream", checkpoint(architecture), offload, tmp_path, cuda_graphs=option)
         runs.append(verified(engine, keep_all))
         engine.clear()
-        assert status(engine) == ("off" if option == "off" else "on")
+        on = "on" if offload == "none" else BY_LAYER
+        assert status(engine) == ("off" if option == "off" else on)
         engine.close()
     assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
-    assert set(recorder.kept) == ({1, 2, 3} if several and keep_all else {1})
     assert recorder.replayed >= (8 if several else 2)
+    if offload == "none":
+        assert set(recorder.kept) == ({1, 2, 3} if several and keep_all else {1})
 
 
 @pytest.mark.parametrize(("count", "fewest"), [(1, 15), (5, 2)])
@@ -421,11 +415,20 @@ def test_a_model_that_attends_in_its_own_way_gets_a_mask(
         ("mistral", {"kv_cache_dtype": "int8"}, "the KV cache is in host memory or in 8 bits"),
         ("mistral", {"kv_offload": "cpu"}, "keys and values are in host memory"),
         ("mistral", {"cuda_graphs": "off"}, "off"),
+        ("mistral", {}, "no GPU"),
     ],
 )
 def test_what_cannot_be_recorded_runs_as_before(
-    name: str, options: dict[str, Any], reason: str, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun
+    name: str,
+    options: dict[str, Any],
+    reason: str,
+    kind: kinds.Kinds,
+    tmp_path: Path,
+    recorder: Rerun,
+    monkeypatch: Patch,
 ) -> None:
+    if reason == "no GPU":
+        monkeypatch.setattr(graphs, "recorder_of", recorder_of)
     engine = load("stream", kind(name), "none", tmp_path, **options)
     token_ids, mask = prompts(kinds.LENGTHS)
     batch, logits = passes.prefill(engine, token_ids, mask, 4)
@@ -433,11 +436,6 @@ def test_what_cannot_be_recorded_runs_as_before(
         (logits,) = engine.forward([Work(batch, logits.argmax(-1).view(len(mask), -1)[:, -1:])])
     assert status(engine) == reason
     assert not recorder.recorded
-
-
-def test_without_a_gpu_nothing_is_recorded(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama"), "none", tmp_path)
-    assert status(engine) == "no GPU"
 
 
 def test_graphs_that_do_not_pay_are_recorded_later(

@@ -122,30 +122,22 @@ def test_a_pass_begins_before_the_last_layer_is_loaded(
     early.close()
 
 
-def test_what_counts_bytes_waits_for_the_load(checkpoint: Path, monkeypatch: Patch) -> None:
-    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
-    early = Stream.begin(plan_of(checkpoint))
-    timer = threading.Timer(0.3, slow.gate.set)
-    timer.start()
-    assert early.late is not None
-    assert not early.late.ended
-    assert early.effective().host_weight_bytes > 0
-    assert early.late.ended
-    early.close()
-    timer.join()
-
-
-def test_a_load_that_is_closed_ends(checkpoint: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("way", ["counts", "closes"])
+def test_what_counts_bytes_and_who_closes_wait_for_the_load(way: str, checkpoint: Path, monkeypatch: Patch) -> None:
     slow = Slow(checkpoint, 3, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     assert slow.held.wait(60)
     timer = threading.Timer(0.3, slow.gate.set)  # a read under way cannot be taken back
     timer.start()
+    assert early.late is not None
+    assert not early.late.ended
+    if way == "counts":
+        assert early.effective().host_weight_bytes > 0
+        assert early.late.ended
     early.close()
     assert timer.finished.is_set(), "the thread was waited for"
     assert not any(thread.name == "zinfer-load" for thread in threading.enumerate())
-    assert early.late is not None
-    assert early.late.fault is not None
+    assert (early.late.fault is None) == (way == "counts")
 
 
 def spoiled(checkpoint: Path, folder: Path) -> Path:

@@ -317,9 +317,9 @@ def _matrix(packed: PackedExperts, name: str, turned: bool, memory: Tensor, code
 
 
 def _is_fast(made: Any, parts: Sequence[Any], states: int) -> bool:
-    """Tell whether products with `states` can be computed as codes are unpacked: bf16, or values of their type."""
-    half, bf16 = _TYPES.index(torch.float16), _TYPES.index(torch.bfloat16)
-    if states != (half if made.kind == half else bf16):
+    """Tell whether products with `states` in bf16 can be computed as codes are unpacked."""
+    bf16 = _TYPES.index(torch.bfloat16)
+    if states != bf16:
         return False
     few = made.kind >= _KINDS["codes4"]
     if made.turned:
@@ -327,7 +327,6 @@ def _is_fast(made: Any, parts: Sequence[Any], states: int) -> bool:
         whole = made.across == made.columns and made.columns % LANE_COLUMNS == 0
         return made.kind == _KINDS["codes4"] and not apart and whole
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
-    known = few or integers or made.kind in (_KINDS["e4m3"], half, bf16)
     widths = [32 << power for power in range(16)] + ([16] if few else [])
     groups = made.across == 1 or made.width in widths
-    return known and groups and made.columns % LANE_COLUMNS == 0
+    return (few or integers or made.kind in (_KINDS["e4m3"], bf16)) and groups and made.columns % LANE_COLUMNS == 0

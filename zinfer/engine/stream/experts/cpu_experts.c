@@ -7,8 +7,7 @@
    inputs, and the parts of each sum are added afterwards.
 
    With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
-   are exact so: scales, zero points and minimums are applied to sums of a group. float16 becomes float32. Elsewhere
-   rows become float32 first. */
+   are exact so: scales, zero points and minimums are applied to sums of a group. Elsewhere rows become float32 first. */
 
 #include <omp.h>
 #include <sched.h>
@@ -297,7 +296,7 @@ INLINE int64_t outputs_of(const matrix *m) { return m->turned ? m->columns : m->
 
 /* Prepares values `first` to `end` of an input of a fast product. */
 static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
-    if (!m->fast || m->kind == float16) return;
+    if (!m->fast) return;
     for (int64_t c = first; c < end; c += CHUNK) {
         if (m->turned || m->kind < codes4)
             for (int i = 0; i < CHUNK && c + i < end; i++) in.halves[c + i] = to_bf16(in.values[c + i]);
@@ -368,31 +367,9 @@ INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m
     return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
 }
 
-/* Products of `count` tokens with `rows` rows (outputs) of float16 from `row` on. */
-INLINE void rows_half(const matrix *m, const part *p, int64_t row, int rows, int count, const input *in,
-                      float *const *out) {
-    __m512 sums[TOGETHER][PAIR];
-    for (int t = 0; t < count; t++)
-        for (int r = 0; r < rows; r++) sums[t][r] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < m->columns; c += 16)
-        for (int r = 0; r < rows; r++) {
-            const uint8_t *own = p->codes + (row + r) * m->row_bytes + 2 * c;
-            _mm_prefetch((const void *)(own + AHEAD), _MM_HINT_T1);
-            __m512 values = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)own));
-            for (int t = 0; t < count; t++)
-                sums[t][r] = _mm512_fmadd_ps(values, _mm512_loadu_ps(in[t].values + c), sums[t][r]);
-        }
-    for (int t = 0; t < count; t++)
-        for (int r = 0; r < rows; r++) out[t][row + r] = _mm512_reduce_add_ps(sums[t][r]);
-}
-
 /* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
 INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *table, int64_t row, int rows,
                       int count, const input *in, float *const *out) {
-    if (kind == float16) {
-        rows_half(m, p, row, rows, count, in, out);
-        return;
-    }
     const int unsigned_bytes = kind == codes8 && m->table[255] >= 0;
     const __m128i flip = _mm_set1_epi8(unsigned_bytes ? -128 : 0);
     const __m512 shift = _mm512_set1_ps(unsigned_bytes ? m->table[128] : 0);
@@ -518,23 +495,14 @@ INLINE void block_fast(const matrix *m, const part *p, const __m512i *table, int
         else function(__VA_ARGS__, 4, in + t, out + t);                                                               \
     } while (0)
 
-#define BY_KIND(name, kind)                                                                                           \
-    static void name(const matrix *m, const part *p, const __m512i *table, int64_t row, int64_t rows, int64_t count,  \
-                     const input *in, float *const *out) {                                                            \
-        for (int64_t t = 0; t < count; t += TOGETHER) {                                                               \
-            int64_t some = count - t, r = row;                                                                        \
-            for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, table, r, PAIR);                \
-            for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, table, r, 1);                                 \
-        }                                                                                                             \
+INLINE void rows_of(type kind, const matrix *m, const part *p, const __m512i *table, int64_t row, int64_t rows,
+                    int64_t count, const input *in, float *const *out) {
+    for (int64_t t = 0; t < count; t += TOGETHER) {
+        int64_t some = count - t, r = row;
+        for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, table, r, PAIR);
+        for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, table, r, 1);
     }
-
-BY_KIND(rows_codes4, codes4)
-BY_KIND(rows_codes5, codes5)
-BY_KIND(rows_codes6, codes6)
-BY_KIND(rows_codes8, codes8)
-BY_KIND(rows_e4m3, e4m3)
-BY_KIND(rows_bfloat16, bfloat16)
-BY_KIND(rows_float16, float16)
+}
 
 static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
                           float *const *out) {
@@ -546,20 +514,14 @@ static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t r
             BY_COUNT(block_fast, m, p, table, r);
         }
     if (m->turned) return;
-    if (m->kind == codes4) rows_codes4(m, p, table, row, rows, count, in, out);
-    else if (m->kind == codes5) rows_codes5(m, p, table, row, rows, count, in, out);
-    else if (m->kind == codes6) rows_codes6(m, p, table, row, rows, count, in, out);
-    else if (m->kind == codes8) rows_codes8(m, p, table, row, rows, count, in, out);
-    else if (m->kind == e4m3) rows_e4m3(m, p, table, row, rows, count, in, out);
-    else if (m->kind == float16) rows_float16(m, p, table, row, rows, count, in, out);
-    else rows_bfloat16(m, p, table, row, rows, count, in, out);
-}
-
-#else
-
-static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
-                          float *const *out) {
-    (void)m, (void)p, (void)row, (void)rows, (void)count, (void)in, (void)out;
+    switch (m->kind) {
+    case codes4: rows_of(codes4, m, p, table, row, rows, count, in, out); break;
+    case codes5: rows_of(codes5, m, p, table, row, rows, count, in, out); break;
+    case codes6: rows_of(codes6, m, p, table, row, rows, count, in, out); break;
+    case codes8: rows_of(codes8, m, p, table, row, rows, count, in, out); break;
+    case e4m3: rows_of(e4m3, m, p, table, row, rows, count, in, out); break;
+    default: rows_of(bfloat16, m, p, table, row, rows, count, in, out);
+    }
 }
 
 #endif
@@ -567,10 +529,12 @@ static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t r
 /* Multiplies `count` inputs with rows of a part: the sums of outputs, or of a turned matrix what is added to `out`. */
 static void multiply(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
                      float *const *out) {
+#if FAST
     if (m->fast) {
         multiply_fast(m, p, row, rows, count, in, out);
         return;
     }
+#endif
     float values[m->columns];
     for (int64_t r = row; r < row + rows; r++) {
         unpack(m, p, r, values);

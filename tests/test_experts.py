@@ -371,7 +371,7 @@ class Bench:
         self.modules = [nn.Module() for _ in range(layers)]
         self.weights: list[dict[str, Tensor]] = []
         packed, experts, dense = {}, {}, list[PackedLayer]()
-        end = 0
+        self.arena = PinnedArena(1 << 20, pin=False, grow=True)
         for layer, module in enumerate(self.modules):
             weights = {name: torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for name in ("up", "down")}
             weights["bias"] = torch.randint(0, 255, (count, 5), dtype=torch.uint8)
@@ -379,13 +379,10 @@ class Bench:
             for name, tensor in weights.items():
                 module.register_parameter(name, nn.Parameter(tensor.to("meta"), requires_grad=False))
             entries = {name: Entry((name,), ((module, name),), tensor, layer) for name, tensor in weights.items()}
-            dense.append(plain([("dense", torch.empty(40, dtype=torch.uint8))], end))
+            dense.append(plain([("dense", torch.empty(40, dtype=torch.uint8))], self.arena.used))
+            self.arena.allocate(dense[-1].size)
             experts[layer] = Experts(module, entries, count)
-            packed[layer], end = packed_experts.lay_out_experts(experts[layer], dense[-1].end)
-        self.arena = PinnedArena(end, pin=False)
-        for layer, weights in enumerate(self.weights):
-            for name, tensor in weights.items():
-                packed_experts.fill_experts(packed[layer], name, tensor, self.arena.memory)
+            packed[layer] = packed_experts.pack_experts(experts[layer], weights, {}, self.arena, plain=True)
         source = MemorySource(self.arena, dense, packed)
         self.ring = PrefetchRing(source, 3, CPU, queues)
         self.pool = ExpertPool(source, CPU, self.ring)

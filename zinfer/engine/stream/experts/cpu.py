@@ -317,7 +317,7 @@ def _matrix(packed: PackedExperts, name: str, turned: bool, memory: Tensor, code
 
 
 def _is_fast(made: Any, parts: Sequence[Any], states: int) -> bool:
-    """Tell whether products with `states` in bf16 can be computed as codes are unpacked."""
+    """Tell whether products can be computed in bf16 as codes are unpacked."""
     bf16 = _TYPES.index(torch.bfloat16)
     if states != bf16:
         return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.weights.chunk import Chunk, Memory, Repeat, pack, plain
+from zinfer.engine.stream.weights.chunk import Chunk, Memory, Repeat, pack
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
 PART_BYTES = 16 << 20  # smallest copy of an expert that is unpacked once it has arrived: enough for the link's rate
@@ -121,32 +121,6 @@ def chunks_of(packed: PackedExperts, block: TensorPlace, number: int) -> list[Ch
 def padding(experts: Experts) -> int:
     """Return the maximum of bytes that aligning each expert's tensors adds."""
     return (experts.count + 1) * ALIGNMENT * len(experts.weights)
-
-
-def lay_out_experts(experts: Experts, start: int) -> tuple[PackedExperts, int]:
-    """Lay out a layer's uncoded experts from byte `start` on. Return them, and the byte behind them."""
-    end = start
-
-    def chunks_of(name: str, number: int) -> Iterable[Chunk]:
-        nonlocal end
-        layer = plain([(name, experts.weights[name].tensor[number])], end)
-        end = -(-layer.end // ALIGNMENT) * ALIGNMENT
-        return layer.chunks
-
-    return _packed(experts, chunks_of), end
-
-
-def fill_experts(experts: PackedExperts, name: str, tensor: Tensor, memory: Tensor, base: int = 0) -> None:
-    """Copy the stacked weight `name` to its uncoded experts. `memory` begins at byte `base`."""
-    block, count = experts.blocks[name], len(experts.experts)
-    stride = block.size // count
-    rows = tensor.detach().contiguous().view(torch.uint8).view(count, -1)
-    for number, expert in enumerate(experts.experts):
-        first = block.offset + number * stride
-        for chunk in expert.chunks:
-            if first <= chunk.place < first + stride:
-                target = memory[chunk.start - base : chunk.end - base]
-                target.copy_(rows[number, chunk.place - first :][: chunk.size])
 
 
 def pack_experts(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.test_parity import MACHINE, plan_of
-from tests.test_ring import FakeQueues
+from tests.test_ring import FakeQueues, plain
 from zinfer.core.case import Workload
 from zinfer.core.machine import Machine
 from zinfer.core.progress import Progress, silent
@@ -20,7 +20,7 @@ from zinfer.engine.stream.experts.pool import ExpertCounts
 from zinfer.engine.stream.kv.host import HostKV
 from zinfer.engine.stream.kv.pool import HostCopier, HostPool
 from zinfer.engine.stream.kv.store import HostRoom, HostStore
-from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.plan.bytes import Placement

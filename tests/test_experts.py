@@ -20,7 +20,7 @@ from tests.checkpoints import once, save_config
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
 from tests.test_passes import close
-from tests.test_ring import CPU, FakeQueues, Race
+from tests.test_ring import CPU, FakeQueues, Race, plain
 from tools.conformance.small import Subject, small_model
 from zinfer import engine as engines
 from zinfer.checkpoint import resolve
@@ -32,7 +32,7 @@ from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts import modules
 from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.weights import packed_experts
-from zinfer.engine.stream.weights.chunk import ONCE, Chunk, PackedLayer, Repeat, plain
+from zinfer.engine.stream.weights.chunk import ONCE, Chunk, PackedLayer, Repeat
 from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import MemorySource

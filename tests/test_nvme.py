@@ -28,6 +28,7 @@ from tests.command import probed, zinfer
 from tests.grid import covering
 from tests.test_parity import BATCHES, greedy, load, plan_of
 from tests.test_ring import Answer, Bench, FakeQueues
+from tests.test_ring import plain as plain_layer
 from zinfer.analysis.timeline import length_ms, share, waits
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import resolve
@@ -308,7 +309,7 @@ class Copying:
 
 def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     weights = [torch.full((3 * PAGE,), number, dtype=torch.uint8) for number in range(5)]
-    plain = [chunk_module.plain([("weight", weight)], 0) for weight in weights]
+    plain = [plain_layer([("weight", weight)], 0) for weight in weights]
     layers = stored(tmp_path / "layers.bin", zip(range(5), plain, weights, strict=True), 0)
     places, copies, seen = layers.layers, deque[tuple[Copying, Any]](), 0
     layers.begin(cycle(layer.chunks[0] for layer in places))

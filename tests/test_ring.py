@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import Patch
-from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.weights import chunk as chunk_module
-from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import MemorySource
 
@@ -114,6 +114,13 @@ class FakeQueues:
         self._after(self.writes[buffer.data_ptr()], "a buffer is read before its content has arrived")
         queue, now = self._now()
         self.reads.setdefault(buffer.data_ptr(), {})[queue] = now
+
+
+def plain(tensors: Iterable[tuple[str, Tensor]], start: int) -> PackedLayer:
+    """Return the packed layer of uncoded tensors, from byte `start` on."""
+    blocks, size = lay_out(tensors)
+    chunks = chunk_module._cut(start, 0, size, chunk_module._largest_chunk(size, 1))
+    return PackedLayer(tuple(chunks), blocks, size)
 
 
 class Layer(nn.Module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests import Checkpoints, Patch
 from tests.grid import covering
 from tests.running import prefill
 from tests.test_parity import BATCHES, check_tokens, greedy, load
-from tests.test_ring import FakeQueues
+from tests.test_ring import FakeQueues, plain
 from tools.steered import steered
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
@@ -23,7 +24,7 @@ from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
-from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain
+from zinfer.engine.stream.weights.chunk import PackedLayer, pack
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.bytes import Sizes
@@ -63,23 +64,15 @@ def small(monkeypatch: Patch) -> Iterator[None]:
         yield
 
 
-def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
+def packed(layers: list[dict[str, Tensor]], plain: bool = False) -> tuple[PinnedArena, list[PackedLayer]]:
     arena = PinnedArena(1 << 22, pin=False, grow=True)
     _opened.callback(arena.close)
-    packed_layers = [pack(tensors, arena) for tensors in layers]
+    packed_layers = [pack(tensors, arena, plain=plain) for tensors in layers]
     arena.seal()
     return arena, packed_layers
 
 
-def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
-    packed_layers: list[PackedLayer] = []
-    for tensors in layers:
-        packed_layers.append(plain(tensors.items(), packed_layers[-1].end if packed_layers else 0))
-    arena = PinnedArena(packed_layers[-1].end, pin=False)
-    for tensors, layer in zip(layers, packed_layers, strict=True):
-        for name, view in arena.views(layer.blocks, layer.start).items():
-            view.copy_(tensors[name])
-    return arena, packed_layers
+as_they_are = partial(packed, plain=True)
 
 
 def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:

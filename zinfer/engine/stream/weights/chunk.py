@@ -5,7 +5,7 @@ some times as many (`zinfer.core.engine.chunk_factor`). A chunk crosses the link
 step, so that the GPU memory between link and layer buffer is a few chunks, not a few layers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -145,13 +145,6 @@ class PackedLayer:
         """Return the chunks that hold a parameter, or part of it."""
         first, end = block.offset, block.offset + block.size
         return [chunk for chunk in self.chunks if chunk.place < end and first < chunk.place + chunk.unpacked_bytes]
-
-
-def plain(tensors: Iterable[tuple[str, Tensor]], start: int, gpus: int = 1) -> PackedLayer:
-    """Return the packed layer of uncoded tensors, from byte `start` on. They may be on the meta device. `gpus` copy the
-    layer together."""
-    blocks, size = lay_out(tensors)
-    return PackedLayer(tuple(_cut(start, 0, size, _largest_chunk(size, gpus))), blocks, size)
 
 
 def pack(

@@ -365,12 +365,11 @@ def need_triton() -> None:
 
 @pytest.fixture(scope="session")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """Run the kernel on `CASES` and on damaged data. Some of them also with other numbers of warps."""
+    """Run the kernel on `CASES` and on damaged data."""
     need_triton()
     folder = tmp_path_factory.mktemp("kernel")
     # The interpreter is slow for each tile: most cases have larger tiles than on a GPU.
     jobs = [(name, encoded(values()), None if name in AS_ON_A_GPU else 32) for name, values in CASES.items()]
-    jobs += [(f"{warps} warps", encoded(CASES["heavy tails"]()), warps) for warps in (1, 4)]
     jobs += [(kind, damaged(kind), 32) for kind in DAMAGE]
     work = [(name, job.data.clone(), job.layout.numel, job.layout.sections, warps) for name, job, warps in jobs]
     torch.save(work, folder / "jobs")
@@ -396,11 +395,6 @@ def test_the_kernel_returns_every_bit(name: str, by_kernel: dict[str, Tensor]) -
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_kernel_unpacks_coded_rows(name: str, by_kernel: dict[str, Tensor]) -> None:
     assert equal(by_kernel[name], matrix(name)[2])
-
-
-@pytest.mark.parametrize("warps", [1, 4])
-def test_the_number_of_warps_does_not_matter(warps: int, by_kernel: dict[str, Tensor]) -> None:
-    assert same(by_kernel[f"{warps} warps"], by_kernel["heavy tails"])
 
 
 @pytest.mark.parametrize("kind", [*DAMAGE, "noise in fp8"])

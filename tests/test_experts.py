@@ -109,10 +109,11 @@ def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
     return [first, *(decode(loaded, torch.tensor([9 * step + 4])) for step in range(count))]
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: None) -> None:
+@pytest.mark.parametrize(("name", "where"), [*((name, "auto") for name in MIXTURES), ("mixtral", "cpu")])
+def test_tokens_are_those_of_transformers(name: str, where: str, mixture: Kinds, queued: None) -> None:
     """Rows that route differently, small and large prompts, a thrashing cache. One prompt needs all experts."""
-    loaded = load(mixture(name), share="70%")
+    kv = {"kv_offload": "cpu", "kv_attention": "gpu"} if where == "cpu" else {}
+    loaded = load(mixture(name), share="70%", **kv)
     poisoned(loaded)
     for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
@@ -173,13 +174,6 @@ def test_micro_batches_decode_together(name: str, mixture: Kinds, queued: None) 
     test_ragged.check(loaded, None)
     loaded._ragged.able = False  # each micro-batch has a pass of its own: a layer is called several times in a pass
     test_ragged.check(loaded, False)
-
-
-def test_rows_with_their_cache_in_host_memory(mixture: Kinds, queued: None) -> None:
-    loaded = load(mixture("mixtral"), kv_offload="cpu", kv_attention="gpu")
-    for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
-        assert torch.equal(greedy(loaded, lengths), expected)
-        loaded.clear()
 
 
 def no_room(*_: object) -> None:

@@ -5,7 +5,7 @@ The classes of experts that `transformers` dispatches through its `ExpertsInterf
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -133,7 +133,7 @@ def pack_experts(
     """Append a layer's experts to `memory`, encoded where that shrinks them. `tensors` and `coded` are their stacked
     weights, as `zinfer.engine.stream.weights.chunk.pack` takes them; if `plain`, none is encoded."""
 
-    def chunks_of(name: str, number: int) -> Iterable[Chunk]:
+    def packed_part(name: str, number: int) -> Iterable[Chunk]:
         if name not in coded:
             return pack({name: tensors[name][number]}, memory, plain=plain).chunks
         shape = experts.weights[name].tensor[number]
@@ -143,28 +143,18 @@ def pack_experts(
         whole = torch.cat([expand(matrix, shape.dtype) for matrix in coded[name]])
         return pack({name: whole.view(experts.count, *shape.shape)[number]}, memory, plain=plain).chunks
 
-    return _packed(experts, chunks_of)
-
-
-def _packed(experts: Experts, chunks_of: Callable[[str, int], Iterable[Chunk]]) -> PackedExperts:
-    """Pack all experts; `chunks_of` packs an expert's part of a weight."""
     blocks, size = lay_out((name, entry.tensor) for name, entry in experts.weights.items())
-    unpacked = sum(block.size // experts.count for block in blocks.values())
-    packed = []
+    strides = {name: block.size // experts.count for name, block in blocks.items()}
+    packed = list[PackedExpert]()
     for number in range(experts.count):
         chunks: list[Chunk] = []
-        for name, block in blocks.items():
-            chunks += _shift_chunks(chunks_of(name, number), block, number, experts.count)
-        packed.append(PackedExpert(tuple(chunks), unpacked))
+        for name, stride in strides.items():
+            for chunk in packed_part(name, number):
+                # Uncoded ones end with the tensor: the next expert's begins there.
+                end = chunk.end if chunk.layout is not None else min(chunk.end, chunk.start + stride - chunk.place)
+                chunks.append(replace(chunk, end=end, place=blocks[name].offset + number * stride + chunk.place))
+        packed.append(PackedExpert(tuple(chunks), sum(strides.values())))
     return PackedExperts(tuple(packed), blocks, size)
-
-
-def _shift_chunks(chunks: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
-    """Yield an expert's chunks of a stacked tensor at their final places; uncoded ones end where the next begins."""
-    stride = block.size // count
-    for chunk in chunks:
-        end = chunk.end if chunk.layout is not None else min(chunk.end, chunk.start + stride - chunk.place)
-        yield replace(chunk, end=end, place=block.offset + number * stride + chunk.place)
 
 
 def _codes_of_expert(matrices: Sequence[Codes], number: int, count: int) -> list[Codes] | None:

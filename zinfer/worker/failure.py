@@ -12,6 +12,13 @@ from zinfer.engine import EngineError
 from zinfer.record.measurement import Status
 from zinfer.system.documents import DocumentError
 
+_STATUSES: dict[Status, tuple[type[BaseException], ...]] = {
+    "nan_output": (NotFiniteError,),
+    "unsupported": (ModelError, EngineError, OptionError, NotImplementedError),
+    "io_error": (CheckpointError, DocumentError, OSError),
+    "cancelled": (KeyboardInterrupt,),
+}
+
 
 class TaskFailure(Frozen):
     """Answer of a failed task: status, reason, stage and exit code."""
@@ -34,13 +41,10 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
     status, text = status_of(error), error_line(error)
     if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
         text = f"host memory ran out ({text})"
-    return TaskFailure(status=status, error=text, stage=stage, exit_code=_exit_code(error, status))
-
-
-def _exit_code(error: BaseException, status: Status) -> int:
+    exit_code = INTERNAL if status == "crashed" else ENVIRONMENT
     if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
-        return error.exit_code
-    return INTERNAL if status == "crashed" else ENVIRONMENT
+        exit_code = error.exit_code
+    return TaskFailure(status=status, error=text, stage=stage, exit_code=exit_code)
 
 
 def status_of(error: BaseException) -> Status:
@@ -51,12 +55,4 @@ def status_of(error: BaseException) -> Status:
         return "oom_gpu"
     if is_out_of_memory(error):
         return "oom_host"
-    if isinstance(error, NotFiniteError):
-        return "nan_output"
-    if isinstance(error, ModelError | EngineError | OptionError | NotImplementedError):
-        return "unsupported"
-    if isinstance(error, CheckpointError | DocumentError | OSError):
-        return "io_error"
-    if isinstance(error, KeyboardInterrupt):
-        return "cancelled"
-    return "crashed"
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), "crashed")

@@ -1,12 +1,15 @@
 """The clock. One loop measures every engine: warm-up, prefill to the first token, decode steps, each synchronised.
 
 Prompts are random tokens without padding, so that a batch of B prompts of S tokens costs exactly B · S positions. The
-next token is chosen greedily; a step's time includes that choice, as a user's would.
+next token is chosen greedily; a step's time includes that choice, as a user's would. Prompts of a server go over HTTP,
+a thread each.
 """
 
+import http.client
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,25 +23,21 @@ from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
+from zinfer.engine.server.completions import Completion, body, complete, token_times
 from zinfer.engine.server.engine import Server
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.bounds import SHORTEST_MS
 from zinfer.record.measurement import Span, Status, spans
-from zinfer.worker.client import ask_at_once, draw
 
 WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
 MAX_SEED = 1_000_003  # more than any batch: seeds of two runs never meet
-THROTTLING = {  # reasons of NVML, by name
-    "SwPowerCap": 4,
-    "HwSlowdown": 8,
-    "SwThermalSlowdown": 32,
-    "HwThermalSlowdown": 64,
-    "HwPowerBrake": 128,
-}
+TIMEOUT_S = 3600.0  # between two tokens of a server
+# Reasons of NVML for slower clocks, by name.
+THROTTLING = {"SwPowerCap": 4, "HwSlowdown": 8, "SwThermalSlowdown": 32, "HwThermalSlowdown": 64, "HwPowerBrake": 128}
 
-Clock = Callable[[], float]  # seconds
+Enough = Callable[[Sequence[float]], bool]  # of the milliseconds of each whole run so far
 
 
 @dataclass
@@ -59,32 +58,37 @@ class Samples:
         return [first + sum(rest) for first, rest in zip(self.ttft_ms, self.step_ms, strict=True)]
 
 
+def draw(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Return random token ids of these lengths. They are not the lowest, often special; equal seeds, equal tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    low = min(8, vocab_size - 1)
+    return [torch.randint(low, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def prompts(workload: Workload, vocab_size: int) -> Tensor:
+    """Return random token ids ``[B, S]``, the same for every engine."""
+    return torch.tensor(draw([workload.input_len] * workload.batch_size, vocab_size, workload.batch_size))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device, as the reader of a token does. Copies on an engine's own stream go on meanwhile."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def prompts(workload: Workload, vocab_size: int) -> Tensor:
-    """Return random token ids ``[B, S]``, the same for every engine; not the lowest, often special."""
-    return torch.tensor(draw([workload.input_len] * workload.batch_size, vocab_size, workload.batch_size))
+def first_token_ms(loop: DecodeLoop, token_ids: Tensor, past: RowsPast | None = None, reserve: int = 1) -> float:
+    """Return the milliseconds to the first token, with the positions of `past`; a batch that was running is ended."""
+    loop.end()
+    synchronize(loop.engine.device)
+    mask = torch.ones_like(token_ids)
+    return _milliseconds(loop, lambda: loop.start(token_ids, mask, reserve=reserve, past=past))
 
 
-class Greedy:
-    """Sampler that is timed: it chooses the most likely tokens."""
-
-    def __init__(self) -> None:
-        self._finite: list[Tensor] = []
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        ids, finite = greedy(logits)
-        self._finite.append(finite)
-        return ids
-
-    def finite(self) -> bool:
-        """Return whether all logits since the last call were numbers."""
-        seen, self._finite = self._finite, []
-        return bool(torch.stack(seen).all())
+def _milliseconds(loop: DecodeLoop, work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    synchronize(loop.engine.device)
+    return (time.perf_counter() - start) * 1e3
 
 
 def measure(
@@ -92,50 +96,67 @@ def measure(
     workload: Workload,
     vocab_size: int,
     samples: Samples,
-    *,
-    repeats: int = 3,
-    enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
+    repeats: int,
+    enough: Enough = lambda _e2e_ms: False,
     on_progress: Progress = silent,
-    clock: Clock = time.perf_counter,
 ) -> None:
     """Fill `samples` with up to `repeats` whole runs of `workload`. There are fewer once `enough` says so of their
     times (ms). With no repeats only the warm-up runs, which tells whether the batch fits. Samples stay whatever the
     engine raises. After the last run one more step is traced, outside of all samples. Logits that are not finite end it
     with status ``nan_output``."""
     token_ids = prompts(workload, vocab_size).to(engine.device)
-    mask = torch.ones_like(token_ids)
-    sampler = Greedy()
-    loop = DecodeLoop(engine, sampler)
+    finite: list[Tensor] = []  # of all logits since a run began
 
-    def tick(step: int) -> None:
-        on_progress(samples.stage, step / (repeats * workload.output_len))
+    def sampler(logits: Tensor) -> Tensor:
+        ids, numbers = greedy(logits)
+        finite.append(numbers)
+        return ids
 
+    loop, output_len = DecodeLoop(engine, sampler), workload.output_len
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
             on_progress("warm-up", 0.0)
-            loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
-            for step in range(max(WARM_UP_STEPS, min(MAX_WARM_UP_STEPS, workload.output_len - 1))):
+            loop.start(token_ids, torch.ones_like(token_ids), reserve=max(output_len, WARM_UP_STEPS))
+            for step in range(max(WARM_UP_STEPS, min(MAX_WARM_UP_STEPS, output_len - 1))):
                 if step < WARM_UP_STEPS or engine.warming:  # the first ones also show the bytes that a step streams
                     loop.step()
             synchronize(engine.device)
-            sampler.finite()
             telemetry.start()
             for repeat in range(repeats):
-                first_ms, step_ms = _run_once(loop, token_ids, workload, samples, tick, clock)
-                if not sampler.finite():
+                finite.clear()
+                samples.stage, step_ms = "prefill", list[float]()
+                on_progress("prefill", repeat / repeats)
+                first_ms = first_token_ms(loop, token_ids, reserve=output_len)
+                samples.stage = "decode"
+                for step in range(1, output_len):
+                    step_ms.append(_milliseconds(loop, loop.step))
+                    on_progress("decode", (repeat + step / output_len) / repeats)
+                if not bool(torch.stack(finite).all()):
                     samples.status = "nan_output"
                     return
-                e2e_ms = samples.add(first_ms, step_ms)
-                if repeat + 1 == repeats or enough(e2e_ms):
-                    samples.gpu = telemetry.summary()
-                    further = [Work(loop.batch, loop.tokens[:, None])]  # a step that counts for nothing
-                    with suppress(Exception):
-                        samples.timeline = spans(engine.timeline(further))
-                    return
+                if enough(samples.add(first_ms, step_ms)):
+                    break
+            samples.gpu = telemetry.summary()
+            with suppress(Exception):
+                if repeats:  # a step that counts for nothing
+                    samples.timeline = spans(engine.timeline([Work(loop.batch, loop.tokens[:, None])]))
         finally:
             samples.gpu = samples.gpu or telemetry.summary()
             with suppress(Exception):
                 loop.end()
+
+
+def ask(
+    server: Server, prompt: Sequence[int], output_len: int, ready: Callable[[], object] = lambda: None
+) -> Completion:
+    """Have a prompt continued by `output_len` tokens, once `ready` returns. Raises EngineError, ServerDied."""
+    request = body(server.model, prompt, output_len, server.preset.body)
+    ready()
+    try:
+        asked, events = complete(server.address, request, TIMEOUT_S)
+        return Completion(asked, token_times(events, len(prompt), output_len))
+    except (OSError, http.client.HTTPException) as error:
+        raise server.broken(error) from error
 
 
 def measure_server(
@@ -143,22 +164,23 @@ def measure_server(
     workload: Workload,
     vocab_size: int,
     samples: Samples,
-    *,
-    repeats: int = 3,
-    enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
-    on_progress: Progress = silent,
+    repeats: int,
+    enough: Enough,
+    on_progress: Progress,
 ) -> None:
     """Fill `samples` with up to `repeats` runs on a server; prompts differ. Raises EngineError for other lengths."""
     server.prepare(workload)
-    lengths = [workload.input_len] * workload.batch_size
-    with Telemetry(server.device, server.plan.placement.gpus) as telemetry:
+    batch_size = workload.batch_size
+    with Telemetry(server.device, server.plan.placement.gpus) as telemetry, ThreadPoolExecutor(batch_size) as pool:
         for repeat in range(repeats + 1):
             warm_up = repeat == 0
             samples.stage = "warm-up" if warm_up else "decode"
             on_progress(samples.stage, repeat / (repeats + 1))
-            prompts = draw(lengths, vocab_size, seed=repeat * MAX_SEED + workload.batch_size)
+            prompts = draw([workload.input_len] * batch_size, vocab_size, seed=repeat * MAX_SEED + batch_size)
             tokens = min(1 + WARM_UP_STEPS, workload.output_len) if warm_up else workload.output_len
-            completions = ask_at_once(server, prompts, tokens)
+            together = threading.Barrier(batch_size).wait
+            jobs = [pool.submit(ask, server, prompt, tokens, together) for prompt in prompts]
+            completions = [job.result() for job in jobs]
             if warm_up:
                 telemetry.start()
                 continue
@@ -170,50 +192,15 @@ def measure_server(
         samples.gpu = telemetry.summary()
 
 
-def _run_once(
-    loop: DecodeLoop, token_ids: Tensor, workload: Workload, samples: Samples, tick: Callable[[int], None], clock: Clock
-) -> tuple[float, list[float]]:
-    """Time one repeat: its prefill and its decode steps, in ms."""
-    done, step_ms = len(samples.ttft_ms) * workload.output_len, list[float]()
-    samples.stage = "prefill"
-    tick(done)
-    first_ms = first_token_ms(loop, token_ids, reserve=workload.output_len, clock=clock)
-    samples.stage = "decode"
-    for step in range(1, workload.output_len):
-        last = clock()
-        loop.step()
-        synchronize(loop.engine.device)
-        step_ms.append((clock() - last) * 1e3)
-        tick(done + step)
-    return first_ms, step_ms
-
-
-def first_token_ms(
-    loop: DecodeLoop,
-    token_ids: Tensor,
-    past: RowsPast | None = None,
-    reserve: int = 1,
-    clock: Clock = time.perf_counter,
-) -> float:
-    """Return the milliseconds to the first token, with the positions of `past`; a batch that was running is ended."""
-    loop.end()
-    synchronize(loop.engine.device)
-    start = clock()
-    loop.start(token_ids, torch.ones_like(token_ids), reserve=reserve, past=past)
-    synchronize(loop.engine.device)
-    return (clock() - start) * 1e3
-
-
 class Telemetry:
-    """Telemetry of the first `count` GPUs, by NVML. Clocks, temperature and reasons for throttling are those of any,
-    power and energy of all together. Without NVML, or without a GPU, the summary is empty."""
+    """Telemetry of the first `count` GPUs, by NVML. Power and energy are those of all together, reasons for throttling
+    those of any. Without NVML, or without a GPU, the summary is empty."""
 
-    def __init__(self, device: torch.device, count: int = 1) -> None:
+    def __init__(self, device: torch.device, count: int) -> None:
         self._handles: list[Any] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._power, self._clock, self._temperature = list[int](), list[int](), list[int]()
-        self._reasons = 0
+        self._power, self._reasons = list[int](), 0
         if device.type == "cuda":
             with suppress(Exception):
                 import pynvml
@@ -234,9 +221,9 @@ class Telemetry:
             self._thread = threading.Thread(target=self._sample, daemon=True)
             self._thread.start()
 
-    def _read(self, what: str, *args: Any) -> list[int]:
+    def _read(self, what: str) -> list[int]:
         try:
-            return [getattr(self._nvml, f"nvmlDeviceGet{what}")(handle, *args) for handle in self._handles]
+            return [getattr(self._nvml, f"nvmlDeviceGet{what}")(handle) for handle in self._handles]
         except self._nvml.NVMLError:
             return []
 
@@ -244,8 +231,6 @@ class Telemetry:
         while not self._stop.wait(SAMPLE_SECONDS):
             if power := self._read("PowerUsage"):
                 self._power.append(sum(power))
-            self._clock += self._read("ClockInfo", self._nvml.NVML_CLOCK_SM)
-            self._temperature += self._read("Temperature", self._nvml.NVML_TEMPERATURE_GPU)
             for reasons in self._read("CurrentClocksThrottleReasons"):
                 self._reasons |= reasons
 
@@ -255,7 +240,7 @@ class Telemetry:
             self._thread.join()
 
     def summary(self) -> dict[str, Any]:
-        """Return means and extremes over the timed part. Empty if nothing was sampled."""
+        """Return means over the timed part. Empty if nothing was sampled."""
         if self._thread is None:
             return {}
         self.__exit__()
@@ -265,9 +250,5 @@ class Telemetry:
             summary["energy_j"] = (sum(energy) - sum(self._energy)) / 1e3
         if self._power:
             summary["power_w_mean"] = round(mean(self._power) / 1e3, 1)
-        if self._clock:
-            summary |= {"sm_clock_mhz_min": min(self._clock), "sm_clock_mhz_max": max(self._clock)}
-        if self._temperature:
-            summary["temperature_c_max"] = max(self._temperature)
         summary["throttle_reasons"] = sorted(name for name, bit in THROTTLING.items() if self._reasons & bit)
         return summary

@@ -25,9 +25,8 @@ from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
-from zinfer.worker.client import ask, draw
 from zinfer.worker.failure import failure_of
-from zinfer.worker.measure import Telemetry, synchronize
+from zinfer.worker.measure import Telemetry, ask, draw, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
 from zinfer.worker.tasks import MeasureRequests
 
@@ -84,16 +83,11 @@ class LoadSamples:
 
     def fields(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the fields of a `RequestPoint`. Requests that did not arrive are left out."""
-        arrived = [(key, *pair) for key, pair in enumerate(lengths) if key in self.arrived]
-        samples = [
-            RequestSample(
-                input_len=input_len,
-                output_len=output_len,
-                arrived_ms=self.arrived[key] * 1e3,
-                runs=tuple(self.runs.get(key, ())),
-            )
-            for key, input_len, output_len in arrived
-        ]
+        samples = list[RequestSample]()
+        for key, (input_len, output_len) in enumerate(lengths):
+            if key in self.arrived:
+                times: dict[str, Any] = {"arrived_ms": self.arrived[key] * 1e3, "runs": tuple(self.runs.get(key, ()))}
+                samples.append(RequestSample(input_len=input_len, output_len=output_len, **times))
         waiting = {"waiting_ms": self.waiting_s * 1e3, "waiting_tokens": self.waiting_tokens}
         passes = {"pass_ms": [seconds * 1e3 for seconds in self.pass_s], "busy_ms": self.busy_s * 1e3}
         counts = {"counts": self.counts, "kv_positions": self.positions, "gpu": self.gpu}
@@ -106,13 +100,16 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
     if session.scheduler is not None:
         session.scheduler.end()
         session.scheduler = None
-    requests = command.requests
+    requests, model = command.requests, session.plan.model
     lengths = [(length, request.left) for length, request in zip(command.input_lens, requests, strict=True)]
     samples, failed = LoadSamples(), dict[str, Any]()
     try:
         input_len, output_len = max(lengths, key=sum)
-        check_positions(session.plan.model, input_len, output_len, f"a request of {input_len} tokens")
-        draw_prompts(requests, command.input_lens, session.plan.model.vocab_size, command.load.seed)
+        check_positions(model, input_len, output_len, f"a request of {input_len} tokens")
+        empty = {number: request for number, request in enumerate(requests) if not request.prompt_ids}
+        drawn = draw([command.input_lens[number] for number in empty], model.vocab_size, command.load.seed)
+        for request, prompt in zip(empty.values(), drawn, strict=True):
+            request.prompt_ids = prompt
         run: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
         longest_first = sorted(requests, key=lambda request: -request.left)
         ordered = longest_first if command.load.order == "longest-first" else requests
@@ -124,13 +121,6 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint
     return RequestPoint(case=command.case, requests=command.load, sla=command.sla, **fields)
 
 
-def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:
-    """Give requests without a prompt random tokens, the same for every engine; not the lowest, often special."""
-    empty = [(request, length) for request, length in zip(requests, input_lens, strict=True) if not request.prompt_ids]
-    for (request, _), prompt in zip(empty, draw([length for _, length in empty], vocab_size, seed), strict=True):
-        request.prompt_ids = prompt
-
-
 def run_load(
     engine: Engine, requests: Sequence[Request], load: RequestLoad, samples: LoadSamples, on_progress: Progress
 ) -> None:
@@ -138,7 +128,7 @@ def run_load(
     or, with ``auto``, when the pass begins in which there is room for it; in an open loop at its own time. Raises the
     errors of `ContinuousScheduler.step`, and NotFiniteError."""
     max_rows = load.in_flight if isinstance(load.in_flight, int) else None
-    largest = largest_load(engine.planner, [(request.length, request.left) for request in requests], max_rows)
+    largest = largest_load(engine.planner, [request.need for request in requests], max_rows)
 
     def scheduler() -> ContinuousScheduler:
         tokenizer = cast(Tokenizer, _NoText())
@@ -147,14 +137,76 @@ def run_load(
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
             on_progress("warm-up", 0.0)
-            _warm_up(scheduler(), requests)
+            running = scheduler()  # kernels are compiled, and memory is taken
+            running.add(replace(row, left=min(row.left, WARM_UP_TOKENS)) for row in requests[:WARM_UP_ROWS])
+            try:
+                while running.running:
+                    running.step()
+                running.release()
+            finally:
+                running.end()
             synchronize(engine.device)
             samples.stage = "requests"
             telemetry.start()
-            coming, tokens = deque(zip(load.arrivals(), requests, strict=True)), sum(row.left for row in requests)
-            _Load(scheduler(), load, samples, coming, tokens, on_progress).run()
+            _run_timed(scheduler(), requests, load, samples, on_progress)
         finally:
             samples.gpu = telemetry.summary()
+
+
+def _run_timed(
+    running: ContinuousScheduler,
+    requests: Sequence[Request],
+    load: RequestLoad,
+    samples: LoadSamples,
+    on_progress: Progress,
+) -> None:
+    schedule, in_flight = running.schedule, load.in_flight
+    samples.positions = schedule.limits.positions
+    coming, tokens, done = deque(zip(load.arrivals(), requests, strict=True)), sum(row.left for row in requests), 0
+    began = time.monotonic()
+    try:
+        while coming or running.running:
+            start = time.monotonic() - began
+            while coming:
+                moment, request = coming[0]
+                full = isinstance(in_flight, int) and len(running.sequences) >= in_flight
+                if full or (in_flight is None and moment > start):
+                    break
+                coming.popleft()
+                running.add([request])
+                if in_flight != "auto":  # those arrive where they begin
+                    samples.arrived[request.key] = moment if in_flight is None else start
+            if not running.running:
+                time.sleep(min(NAP_S, max(0.0, coming[0][0] - start)))
+                on_progress("requests", done / tokens)
+                continue
+            computed = schedule.tally.computed
+            touched = running.step()
+            synchronize(running.engine.device)
+            end = time.monotonic() - began
+            if in_flight == "auto":
+                for row in schedule.begun:
+                    if row.key not in schedule.waiting:
+                        samples.arrived.setdefault(row.key, start)
+            samples.busy_s += end - start
+            if schedule.tally.computed > computed:
+                samples.pass_s.append(end)
+            if any(request.error is not None for request in touched):
+                raise NotFiniteError
+            for request in touched:
+                samples.tokens(request.key, running.gained[request.key])
+            gained = sum(running.gained[request.key] for request in touched)
+            done += gained
+            if schedule.waiting or (coming and in_flight is not None):
+                samples.waiting_s += end - start
+                samples.waiting_tokens += gained
+            on_progress("requests", done / tokens)
+        running.release()
+    finally:
+        counted = vars(schedule.tally) | {"checked": running.drafts.checked}
+        counts = {name: counted[name] for name in PassCounts.model_fields.keys() & counted.keys()}
+        samples.counts = PassCounts(**counts, drafting_ms=running.drafts.seconds * 1e3)
+        running.end()
 
 
 def run_server_load(
@@ -194,83 +246,3 @@ def run_server_load(
             pool.shutdown(cancel_futures=True)
         samples.gpu = telemetry.summary()
     samples.received({request.key: job.result().tokens for job, request in zip(jobs, requests, strict=True)}, began)
-
-
-def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
-    """Run the beginning of a few requests. Kernels are compiled, and memory is taken."""
-    running.add(replace(request, left=min(request.left, WARM_UP_TOKENS)) for request in requests[:WARM_UP_ROWS])
-    try:
-        while running.running:
-            running.step()
-        running.release()
-    finally:
-        running.end()
-
-
-@dataclass
-class _Load:
-    """A load under way: requests that are still to come, each with its time, and tokens of all."""
-
-    running: ContinuousScheduler
-    load: RequestLoad
-    samples: LoadSamples
-    coming: deque[tuple[float, Request]]
-    tokens: int
-    on_progress: Progress
-    done: int = 0
-
-    def run(self) -> None:
-        running, samples = self.running, self.samples
-        samples.positions = running.schedule.limits.positions
-        began = time.monotonic()
-        try:
-            while self.coming or running.running:
-                now = time.monotonic() - began
-                self._arrive(now)
-                if running.running:
-                    self._pass(now, began)
-                else:
-                    time.sleep(min(NAP_S, max(0.0, self.coming[0][0] - now)))
-                self.on_progress("requests", self.done / self.tokens)
-            running.release()
-        finally:
-            counted = vars(running.schedule.tally) | {"checked": running.drafts.checked}
-            counts = {name: counted[name] for name in PassCounts.model_fields.keys() & counted.keys()}
-            samples.counts = PassCounts(**counts, drafting_ms=running.drafts.seconds * 1e3)
-            running.end()
-
-    def _arrive(self, now: float) -> None:
-        in_flight = self.load.in_flight
-        while self.coming:
-            moment, request = self.coming[0]
-            if in_flight is None and moment > now:
-                break
-            if isinstance(in_flight, int) and len(self.running.sequences) >= in_flight:
-                break
-            self.coming.popleft()
-            self.running.add([request])
-            if in_flight != "auto":  # those arrive where they begin
-                self.samples.arrived[request.key] = moment if in_flight is None else now
-
-    def _pass(self, start: float, began: float) -> None:
-        running, samples, schedule = self.running, self.samples, self.running.schedule
-        computed = schedule.tally.computed
-        touched = running.step()
-        synchronize(running.engine.device)
-        end = time.monotonic() - began
-        if self.load.in_flight == "auto":
-            for row in schedule.begun:
-                if row.key not in schedule.waiting:
-                    samples.arrived.setdefault(row.key, start)
-        samples.busy_s += end - start
-        if schedule.tally.computed > computed:
-            samples.pass_s.append(end)
-        for request in touched:
-            if request.error is not None:
-                raise NotFiniteError
-            samples.tokens(request.key, running.gained[request.key])
-        gained = sum(running.gained[request.key] for request in touched)
-        self.done += gained
-        if schedule.waiting or (self.coming and self.load.in_flight is not None):
-            samples.waiting_s += end - start
-            samples.waiting_tokens += gained

@@ -21,14 +21,11 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     """Begin a batch, in place of a running one."""
     if session.scheduler is not None:
         session.scheduler.end()
-    session.scheduler = ContinuousScheduler(
+    session.scheduler = running = ContinuousScheduler(
         session.engine, session.tokenizer, command.load, command.rows, command.arrivals, command.cache_size
     )
-    return BatchStarted(
-        positions=session.scheduler.schedule.limits.positions,
-        cannot_reuse=session.scheduler.cannot_reuse,
-        loading=session.unfinished is not None,
-    )
+    positions, loading = running.schedule.limits.positions, session.unfinished is not None
+    return BatchStarted(positions=positions, cannot_reuse=running.cannot_reuse, loading=loading)
 
 
 def batch_step(session: Session, command: BatchStep) -> BatchStepped:
@@ -36,11 +33,10 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     running = session.scheduler
     if running is None:
         raise EngineError("no batch is running")
-    schedule = running.schedule
+    schedule, unfinished = running.schedule, session.unfinished
     answer_s = ANSWER_S if command.answer_s is None else command.answer_s
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
-    unfinished = session.unfinished
     try:
         running.drop(command.drop)
         running.add(command.requests)
@@ -58,26 +54,23 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         raise
     rows = [_update(session, sequence) for sequence in touched]
     counts: dict[str, Any] = {name: getattr(schedule.tally, name) - getattr(before, name) for name in COUNTED}
-    return BatchStepped(
-        seconds=seconds,
-        rows=rows,
-        running=len(schedule.running),
-        waiting=len(schedule.waiting),
-        kept_bytes=running.prefixes.held,
-        loaded=session.facts if unfinished and not session.unfinished else None,
-        **counts,
-    )
+    counts |= {"running": len(schedule.running), "waiting": len(schedule.waiting), "kept_bytes": running.prefixes.held}
+    loaded = session.facts if unfinished and not session.unfinished else None
+    return BatchStepped(seconds=seconds, rows=rows, loaded=loaded, **counts)
 
 
 def _update(session: Session, sequence: Sequence) -> Update:
     scores, sequence.scores = sequence.scores, []
     tokens, sequence.sent = sequence.output_ids[sequence.sent :], len(sequence.output_ids)
-    prompt = None
+    prompt = failure = None
     if sequence.echo:
         sequence.echo = False  # it goes out once
         text, first = session.tokenizer.decode(sequence.prompt_ids), session.token_text(sequence.prompt_ids[0])
         prompt = EchoedPrompt(text=text, first=first, scores=_token_scores(session, sequence.prompt_scores))
         sequence.prompt_scores = []
+    if sequence.error is not None:
+        status = 400 if sequence.error_code == INVALID_GRAMMAR else 500
+        failure = Failure(code=sequence.error_code, message=sequence.error, status=status)
     return Update(
         key=sequence.key,
         tokens=tokens,
@@ -85,17 +78,10 @@ def _update(session: Session, sequence: Sequence) -> Update:
         delta=sequence.new_text(session.tokenizer) if sequence.stream else "",
         prompt=prompt,
         scores=_token_scores(session, scores),
-        failure=_failure(sequence),
+        failure=failure,
         finish_reason=sequence.finish_reason,
         cached=sequence.cached,
     )
-
-
-def _failure(sequence: Sequence) -> Failure | None:
-    if sequence.error is None:
-        return None
-    status = 400 if sequence.error_code == INVALID_GRAMMAR else 500
-    return Failure(code=sequence.error_code, message=sequence.error, status=status)
 
 
 def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]:

@@ -9,13 +9,10 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from zinfer.system.ending import with_parent
-from zinfer.worker.session import Session, load
-
-if TYPE_CHECKING:
-    from zinfer.engine.base import Engine
+from zinfer.worker.session import MakeEngine, Session, import_engine, load
 
 PROGRESS_S = 0.2  # between two messages of progress
 
@@ -27,8 +24,7 @@ class Server:
         self._answers = answers
         self._lock = threading.Lock()
         self._sent_at, self._stage = 0.0, ""
-        find = lambda target, early: partial(imported(target).start, early=early)  # noqa: E731
-        self._session = Session(self._on_progress, {"load": partial(load, find=find)})
+        self._session = Session(self._on_progress, {"load": partial(load, find=imported)})
 
     def serve(self, commands: IO[str]) -> None:
         """Answer line after line until the last one; then close the engine."""
@@ -47,14 +43,12 @@ class Server:
             self._send({"progress": stage, "share": share})
 
 
-def imported(target: str) -> "type[Engine]":
-    """Import the engine class at ``module:Class``. Its libraries' 360,000 objects are kept from the garbage collector,
-    whose every run would take 0.3 s."""
+def imported(target: str, early: bool) -> MakeEngine:
+    """Import an engine. Its libraries' 360,000 objects are kept from the garbage collector, whose every run would take
+    0.3 s."""
     gc.disable()
     try:
-        from zinfer.engine import base
-
-        return base.load(target)
+        return import_engine(target, early)
     finally:
         gc.freeze()
         gc.enable()

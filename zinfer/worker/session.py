@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from zinfer.checkpoint.headers import CheckpointError
@@ -15,7 +15,6 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.progress import Progress
 from zinfer.core.value import Frozen
-from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
@@ -40,23 +39,11 @@ class Session:
     def __init__(self, on_progress: Progress, instead: Mapping[str, Function] | None = None) -> None:
         self.on_progress = on_progress
         self.facts = Facts()
-        self._engine: Engine | None = None
+        self.engine: Engine = None  # type: ignore[assignment] # until a load
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
         self._fault: Exception | None = None  # exception of that
         self._instead = instead or {}
-        self._token_texts: dict[int, str] = {}
-
-    @property
-    def engine(self) -> "Engine":
-        """Loaded engine. Raises EngineError if there is none."""
-        if self._engine is None:
-            raise EngineError("no engine is loaded")
-        return self._engine
-
-    @engine.setter
-    def engine(self, engine: "Engine") -> None:
-        self._engine = engine
 
     @property
     def plan(self) -> Plan:
@@ -70,11 +57,10 @@ class Session:
 
         return Tokenizer(self.plan.model)
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token alone, also of a special one."""
-        if token not in self._token_texts:
-            self._token_texts[token] = self.tokenizer.text_of(token)
-        return self._token_texts[token]
+    @cached_property
+    def token_text(self) -> Callable[[int], str]:
+        """Function that returns the text of one token alone, also of a special one."""
+        return cache(self.tokenizer.text_of)
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Run one task. ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``."""
@@ -86,15 +72,13 @@ class Session:
         except Exception as error:
             with suppress(Exception):
                 self.finish_loading(wait=False)  # which may have broken a pass
-            fault = self._fault
-            failure = failure_of(error, name) if fault is None else failure_of(fault, LOAD)
+            failure = failure_of(error, name) if self._fault is None else failure_of(self._fault, LOAD)
             return {"failure": failure.model_dump(mode="json")}
 
     def finish_loading(self, wait: bool = True) -> None:
         """Wait for a load that goes on; without `wait` do nothing while it does. Raises what it raises, and
         CheckpointError for weights that have changed."""
-        late = None if self._engine is None else self._engine.late
-        if self.unfinished is None or not (wait or late is None or late.ended):
+        if self.unfinished is None or not (wait or self.engine.late is None or self.engine.late.ended):
             return
         try:
             self.unfinished()
@@ -116,9 +100,9 @@ class Session:
             if self.scheduler is not None:
                 self.scheduler.end()
         self.scheduler = self.unfinished = self._fault = None
-        loaded, self._engine = self._engine, None
-        if loaded is not None and engine:
-            loaded.close()
+        if self.engine is not None and engine:
+            self.engine.close()
+        self.engine = None  # type: ignore[assignment]
 
 
 def import_engine(target: str, early: bool) -> "MakeEngine":
@@ -146,26 +130,21 @@ def load(session: Session, command: Load, find: "Callable[[str, bool], MakeEngin
     facts: dict[str, Any] = {"versions": versions(plan.case.engine), "link_bandwidth": measure_link(device)}
     session.facts = session.facts.model_copy(update=facts)
     started = time.monotonic()
-    session.engine = make(plan, session.on_progress)
-    session.unfinished = partial(_finish, session, command, started)
+    session.engine = engine = make(plan, session.on_progress)
+
+    def finish() -> None:
+        """Wait for all weights, note their seconds, and check them."""
+        engine.finish_loading()
+        seconds = max(1e-3, (time.monotonic() if engine.late is None else engine.late.ended_at) - started)
+        # Once they are read, and outside the time that is recorded.
+        if command.revision and revision_of(plan.model, plan.case.load_format) != command.revision:
+            raise CheckpointError(f"{plan.model.directory} does not hold the weights of the start any more: start anew")
+        facts = {"load_s": round(seconds, 3), "load_bytes": engine.loaded_bytes}
+        session.facts = session.facts.model_copy(update=facts)
+
+    session.unfinished = finish
     session.finish_loading(wait=False)
     return session.facts
-
-
-def _finish(session: Session, command: Load, started: float) -> None:
-    """Wait for all weights, note their seconds, and check them."""
-    session.engine.finish_loading()
-    late, ended = session.engine.late, time.monotonic()
-    seconds = max(1e-3, (ended if late is None else late.ended_at) - started)
-    facts = {"load_s": round(seconds, 3), "load_bytes": session.engine.loaded_bytes}
-    _check_weights(command)  # once they are read, and outside the time that is recorded
-    session.facts = session.facts.model_copy(update=facts)
-
-
-def _check_weights(command: Load) -> None:
-    spec = command.plan.model
-    if command.revision and revision_of(spec, command.plan.case.load_format) != command.revision:
-        raise CheckpointError(f"{spec.directory} does not hold the weights of the start any more: start anew")
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -180,8 +159,8 @@ def measure(session: Session, command: Measure) -> Measurement:
     from zinfer.worker.measure import Samples, measure_server
     from zinfer.worker.measure import measure as measure_passes
 
-    engine, case, samples = session.engine, command.case, Samples()
-    run: Callable[..., None] = measure_server if isinstance(engine, Server) else measure_passes
+    case, samples, vocab_size = command.case, Samples(), session.plan.model.vocab_size
+    run: Callable[..., None] = measure_server if isinstance(session.engine, Server) else measure_passes
     begin_point(session)
 
     def enough(e2e_ms: Any) -> bool:
@@ -190,8 +169,7 @@ def measure(session: Session, command: Measure) -> Measurement:
 
     fields: dict[str, Any] = {}
     try:
-        vocab_size, repeats = session.plan.model.vocab_size, command.repeats
-        run(engine, case.workload, vocab_size, samples, repeats=repeats, enough=enough, on_progress=session.on_progress)
+        run(session.engine, case.workload, vocab_size, samples, command.repeats, enough, session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         fields = failure_of(error, samples.stage).recorded
     taken = {name: getattr(samples, name) for name in ("ttft_ms", "step_ms", "gpu", "timeline")}

@@ -29,8 +29,8 @@ from zinfer.job.accuracy import AccuracyStudy
 from zinfer.plan.planner import Plan
 from zinfer.record import study as studies
 from zinfer.record.study import Deviation, Failed, Position, StudyError
-from zinfer.worker import teacher_forcing
 from zinfer.worker.process import Client, WorkerDied
+from zinfer.worker.studies import deviation
 from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
@@ -239,7 +239,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
 def test_the_comparison_of_one_position() -> None:
     reference, logits = torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([[0.0, 0.0], [1.0, math.log(3) + 1]])
     first, second = (
-        Position(*row) for row in teacher_forcing.deviation(reference, logits, torch.tensor([0, 1])).tolist()
+        Position(*row) for row in deviation(reference, logits, torch.tensor([0, 1])).tolist()
     )
     assert first.error == pytest.approx(math.sqrt(2))  # ln 3 / sqrt 2, over ln 3 / 2
     assert first.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))

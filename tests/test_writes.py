@@ -27,7 +27,7 @@ ALLOWED = {
     "worker.process:Worker.__init__": "an unnamed temporary file",
     "engine.server.process:ServerProcess.__init__": "an unnamed temporary file",
     "worker.probe:_probe_disk": "an unnamed temporary file",
-    "worker.teacher_forcing:logits_record": "logits, in an owned folder",
+    "worker.studies:logits_record": "logits, in an owned folder",
     "engine.direct:DirectWriter.__init__": "layers, in owned folders",
     "engine.direct:DirectWriter.write": "layers, in owned folders",
     "engine.stream.kv.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",

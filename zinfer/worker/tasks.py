@@ -213,8 +213,8 @@ TASKS: Mapping[str, Task] = {
     "measure_requests": Task(MeasureRequests, RequestPoint, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
-    "prefix_reuse": Task(PrefixReuse, Reload, "zinfer.worker.prefix_reuse:prefix_reuse"),
-    "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
-    "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
+    "prefix_reuse": Task(PrefixReuse, Reload, "zinfer.worker.studies:prefix_reuse"),
+    "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.studies:logits_record"),
+    "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.studies:logits_compare"),
 }
 NAMES: Mapping[type[Message], str] = {task.command: name for name, task in TASKS.items()}

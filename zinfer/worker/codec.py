@@ -5,10 +5,12 @@ pass decodes at least `SIZE` bytes, each copy from and to memory of its own: far
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -103,45 +105,34 @@ def read(stored: Stored, size: int) -> tuple[Tensor, str]:
 
 
 def _measure(name: str, description: str, total: int, values: Tensor, size: int) -> Coded:
-    coded, size_now, bound = codec.encode(values), values.nbytes, _bound(values)
-    row = Coded(
-        name=name,
-        description=description,
-        total_bytes=total,
-        raw_bytes=size_now,
-        coded_bytes=size_now,
-        bound=bound,
-        status="no_smaller",
-    )
+    coded, raw = codec.encode(values), values.nbytes
+    coded_bytes = raw if coded is None else coded.data.numel()
+    sizes: dict[str, Any] = {"total_bytes": total, "raw_bytes": raw, "coded_bytes": coded_bytes}
+    row = partial(Coded, name=name, description=description, bound=_bound(values), **sizes)
     if coded is None:
-        return row
-    data, layout = coded.data, coded.layout
-    row = row.model_copy(update={"coded_bytes": data.numel()})
-    jobs = [(data.clone(), torch.full_like(values, torch.nan)) for _ in range(math.ceil(size / values.nbytes))]
-    del coded, data
+        return row(status="no_smaller")
+    layout = coded.layout
+    jobs = [(coded.data.clone(), torch.full_like(values, torch.nan)) for _ in range(math.ceil(size / raw))]
+    del coded
 
     def decode() -> None:
         for source, out in jobs:
             codec.decode(source, layout, out)
 
-    decoded = probe.rate(decode, values.nbytes * len(jobs), values.device, REPEATS)
+    decoded = probe.rate(decode, raw * len(jobs), values.device, REPEATS)
     if not all(torch.equal(out.view(torch.int16), values.view(torch.int16)) for _, out in jobs):
-        return row.model_copy(update={"status": "wrong_bits"})
+        return row(status="wrong_bits")
     jobs.clear()
-    encoded = probe.rate(lambda: codec.encode(values), values.nbytes, values.device, REPEATS)
-    rates = {"encode": Rate(**encoded), "decode": Rate(**decoded)}
-    return row.model_copy(update={"status": "ok"} | rates)
+    encoded = probe.rate(lambda: codec.encode(values), raw, values.device, REPEATS)
+    return row(status="ok", encode=Rate(**encoded), decode=Rate(**decoded))
 
 
 def _bound(values: Tensor) -> float:
     """Return the lower bound on the coded size, as a share: the entropy of exponents; see `Coded`."""
-    block = codec.BLOCK
+    block, entropy = codec.BLOCK, 0.0
     blocks = values[: len(values) // block * block].view(torch.int16).view(-1, block)
-
-    def entropies() -> Iterator[float]:
-        for part in blocks.split(1024):
-            keys = (part.int() >> 7 & 255) + 256 * torch.arange(len(part), device=part.device)[:, None]
-            counts = keys.view(-1).bincount(minlength=256 * len(part)).view(-1, 256)
-            yield float(torch.special.entr(counts.double() / block).sum()) / math.log(2)
-
-    return (8 + sum(entropies()) / len(blocks)) / 16
+    for part in blocks.split(1024):
+        keys = (part.int() >> 7 & 255) + 256 * torch.arange(len(part), device=part.device)[:, None]
+        counts = keys.view(-1).bincount(minlength=256 * len(part)).view(-1, 256)
+        entropy += float(torch.special.entr(counts.double() / block).sum()) / math.log(2)
+    return (8 + entropy / len(blocks)) / 16

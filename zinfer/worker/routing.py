@@ -5,6 +5,7 @@ the cache, as requests do; a step of several rows has a token of as many places 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +35,10 @@ class Watched:
             if len(modules) == 1:
                 ((_, experts),) = modules
                 self.count = max(weights.shape[0] for weights in experts.parameters(recurse=False))
-                experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+                experts.register_forward_pre_hook(partial(self._before, number), with_kwargs=True)
 
-    def _hook(self, number: int) -> Callable[..., None]:
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.chosen[number] = [*args, *kwargs.values()][1]
-
-        return before
+    def _before(self, number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.chosen[number] = [*args, *kwargs.values()][1]
 
 
 def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:

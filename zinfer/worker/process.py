@@ -36,24 +36,20 @@ from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import Answer, BatchStepped, Command, Facts, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
-# OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
-# as long. Sleeping costs next to nothing.
-_CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+_VARIABLES = {
+    # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50
+    # times as long. Sleeping costs next to nothing.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 _MEMORY: dict[int, Status] = {NO_GPU_MEMORY: "oom_gpu", NO_HOST_MEMORY: "oom_host"}  # by exit code
 KILL_S = 10.0  # for the kernel to end a killed worker
-# Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
-_GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def now() -> str:
     """Return the time, ISO 8601, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _threads() -> dict[str, str]:
-    """Limit the threads of libraries to the CPU time of a container."""
-    usable = host.usable_cpus()
-    return {"OMP_NUM_THREADS": str(usable)} if usable < len(os.sched_getaffinity(0)) else {}
 
 
 class WorkerError(RuntimeError):
@@ -115,10 +111,9 @@ class Client(ABC):
 
     def load(self, plan: Plan, early: bool = False) -> None:
         """Load `plan`'s engine; with `early` it may answer before all is loaded. Raises LoadFailed, WorkerDied."""
-        facts = self.ask(Load(target=self._target, plan=plan, revision=self._revision, early=early))
-        self.facts = facts
-        if facts.load_s is not None:
-            self._loaded(facts)
+        self.facts = self.ask(Load(target=self._target, plan=plan, revision=self._revision, early=early))
+        if self.facts.load_s is not None:
+            self._loaded(self.facts)
 
     def _loaded(self, facts: Facts) -> None:
         self.facts = facts
@@ -150,13 +145,15 @@ class Worker(Client):
     def __init__(self, target: str, *, timeout_s: float, **settings: Any) -> None:
         super().__init__(target, timeout_s=timeout_s, **settings)
         self._log: IO[bytes] | None = None if self._debug else tempfile.TemporaryFile()  # noqa: SIM115
-        self._oom_kills, self._killed = host.oom_kills(), False
+        self._oom_kills, self._killed, usable = host.oom_kills(), False, host.usable_cpus()
+        # The CPU time of a container limits the threads of libraries.
+        threads = {"OMP_NUM_THREADS": str(usable)} if usable < len(os.sched_getaffinity(0)) else {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zinfer.worker.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**_CALM, **_threads(), **_GROWING, **os.environ, PARENT: str(os.getpid())},
+            env={**_VARIABLES, **threads, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
         self._unregister = at_end(partial(self._end, 1.0))  # others may wait for this process
@@ -197,21 +194,16 @@ class Worker(Client):
         if code == -signal.SIGKILL and host.oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        tail = self._tail()
+        tail = ""  # the last line on stderr, where errors end up
+        if self._log is not None:
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            tail = lines[-1].strip()[:300] if lines else ""
         if code in _MEMORY:
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
         if is_out_of_memory(tail):
             return WorkerDied("oom_host", f"host memory ran out ({how}; {tail})")
-        last = f"; last line on stderr: {tail}" if tail else ""
-        return WorkerDied("crashed", f"the worker ended: {how}{last}")
-
-    def _tail(self) -> str:
-        """Return the worker's last line on stderr, where errors end up."""
-        if self._log is None:
-            return ""
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else ""
+        return WorkerDied("crashed", f"the worker ended: {how}" + f"; last line on stderr: {tail}" * bool(tail))
 
     def kill(self) -> None:
         self._killed = True
@@ -228,13 +220,13 @@ class Worker(Client):
 
     def close(self) -> None:
         """Let the worker finish in order. Kill it if it does not within half a minute."""
-        with suppress(BrokenPipeError, OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=0 if self._killed else 30)
-        except subprocess.TimeoutExpired:
-            if not self._killed:
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        if not self._killed:
+            try:
+                self._process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
                 self.kill()
         self._unregister()
         if self._log is not None:

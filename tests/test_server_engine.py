@@ -203,7 +203,7 @@ def test_a_server_is_measured(style: str, folder: Path, checkpoint: Checkpoints)
 @pytest.mark.torch
 def test_a_server_gets_the_loads_that_other_engines_get(folder: Path, checkpoint: Checkpoints) -> None:
     small(folder)
-    words = "--engine small --request-lengths uniform:6,5 --num-requests 12 --in-flight 3 --request-rate 200,inf"
+    words = "--engine small --request-lengths lognormal:6,5 --num-requests 12 --in-flight 3 --request-rate 200,inf"
     records, ended = sweep(folder, checkpoint("llama"), words)
     assert ended.returncode == 0, ended.stderr
     assert [point.requests.loop for point in records.requests] == ["3 in flight", "200 a second", "all at once"]

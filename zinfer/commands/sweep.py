@@ -72,7 +72,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @options.repeatable(
     "--request-lengths",
     "Measure random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
-    "uniform:245,106,spread=0.5; fixed:245,106 (mean tokens in and out).",
+    "fixed:245,106 (mean tokens in and out).",
     "DISTRIBUTION",
 )
 @option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")

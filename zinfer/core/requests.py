@@ -7,6 +7,7 @@ at random times of a Poisson process, whatever the machine does meanwhile. Names
 
 import math
 import random
+from itertools import accumulate
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -21,8 +22,8 @@ MIN_RATE, MAX_RATE = 1e-6, 1_000_000  # requests a second
 MAX_SIGMA = 4.0
 ONLY_NUMBERS = "request_order longest-first is for numbers in flight, not for auto, which chooses by itself, or a rate"
 FORM = (
-    "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
-    "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
+    "lognormal:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, max_output_len=N, sigma=S "
+    "(lognormal), separated by commas"
 )
 
 
@@ -36,13 +37,12 @@ class Lengths(NamedTuple):
 class LengthDistribution(Frozen):
     """Distribution of the lengths of requests; prompts and answers are independent."""
 
-    kind: Literal["lognormal", "uniform", "fixed"]
+    kind: Literal["lognormal", "fixed"]
     input_len: int = Field(ge=1, le=MAX_COUNT)  # mean, before lengths are cut
     output_len: int = Field(ge=1, le=MAX_COUNT)
     max_input_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
     max_output_len: int = Field(default=MAX_COUNT, ge=1, le=MAX_COUNT)
     sigma: float = Field(default=0.5, ge=0, le=MAX_SIGMA)  # standard deviation of a log-normal length's logarithm
-    spread: float = Field(default=0.5, ge=0, le=1)  # share of its mean within which a uniform length is
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -52,13 +52,13 @@ class LengthDistribution(Frozen):
         fields = {"kind": kind} | dict(zip(("input_len", "output_len"), means, strict=False))
         fields |= {name.strip(): value for name, value in settings}
         try:
-            if len(fields) < 3 + len(settings) or fields.keys() & {"sigma", "spread"} - {_SHAPES.get(kind)}:
+            if len(fields) < 3 + len(settings) or ("sigma" in fields and kind != "lognormal"):
                 raise ValueError
             return cls.model_validate(fields)
         except ValueError:
             raise ValueError(
                 f"{text[:80]!r} is no distribution of lengths: write {FORM}; lengths are 1 to {MAX_COUNT:,} tokens, "
-                f"sigma is at most {MAX_SIGMA:g}, spread at most 1"
+                f"sigma is at most {MAX_SIGMA:g}"
             ) from None
 
     def describe(self) -> str:
@@ -66,24 +66,19 @@ class LengthDistribution(Frozen):
         text = f"{self.kind}:{self.input_len},{self.output_len}"
         for name in ("max_input_len", "max_output_len"):
             text += "" if getattr(self, name) == MAX_COUNT else f",{name}={getattr(self, name)}"
-        return text + {"lognormal": f",sigma={self.sigma:g}", "uniform": f",spread={self.spread:g}"}.get(self.kind, "")
+        return text + f",sigma={self.sigma:g}" * (self.kind == "lognormal")
 
     def draw(self, count: int, seed: int) -> list[Lengths]:
         """Return the lengths of `count` requests; equal seeds give equal lengths."""
         dice = random.Random(f"lengths {seed}")
         means = (self.input_len, self.max_input_len), (self.output_len, self.max_output_len)
-        return [Lengths(*(self._length(*mean, dice) for mean in means)) for _ in range(count)]
 
-    def _length(self, mean: int, longest: int, dice: random.Random) -> int:
-        length = float(mean)
-        if self.kind == "lognormal":
-            length = dice.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
-        elif self.kind == "uniform":
-            length = mean * dice.uniform(1 - self.spread, 1 + self.spread)
-        return max(1, min(longest, round(length)))
+        def length(mean: float, longest: int) -> int:
+            if self.kind == "lognormal":
+                mean = dice.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
+            return max(1, min(longest, round(mean)))
 
-
-_SHAPES = {"lognormal": "sigma", "uniform": "spread"}  # setting of a kind
+        return [Lengths(*(length(*mean) for mean in means)) for _ in range(count)]
 
 
 def _in_flight(value: Any) -> Any:
@@ -128,11 +123,8 @@ class RequestLoad(Frozen):
         """Return the seconds at which requests arrive, ascending; equal seeds, equal times."""
         if not isinstance(self.request_rate, float):
             return [0.0] * self.requests
-        dice, moment, times = random.Random(f"arrivals {self.seed}"), 0.0, list[float]()
-        for _ in range(self.requests):
-            moment += dice.expovariate(self.request_rate)
-            times.append(moment)
-        return times
+        dice = random.Random(f"arrivals {self.seed}")
+        return [*accumulate(dice.expovariate(self.request_rate) for _ in range(self.requests))]
 
     @property
     def loop(self) -> str:

@@ -59,7 +59,7 @@ class Session:
 
     @cached_property
     def token_text(self) -> Callable[[int], str]:
-        """Function that returns the text of one token alone, also of a special one."""
+        """Text of one token alone, also of a special one."""
         return cache(self.tokenizer.text_of)
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class Recording:
 
 
 def prefix_reuse(session: Session, request: PrefixReuse) -> Reload:
-    """Time rounds in which a whole prefill and a kept KV cache have their turns, after a warm-up. Raises EngineError
-    where the engine cannot keep anything, and whatever running out of memory raises."""
+    """Time a whole prefill and a kept KV cache in turn. A warm-up comes first. Raises EngineError if the engine cannot
+    keep anything, and whatever running out of memory raises."""
     engine, context, new_tokens = session.engine, request.context, request.new_tokens
     if (why_not := engine.cannot_snapshot()) is not None:
         raise EngineError(why_not)

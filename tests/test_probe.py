@@ -54,7 +54,6 @@ def test_quick_probe_of_this_machine(no_gpu: None, monkeypatch: Patch) -> None:
     assert machine.matmul_flops > 0
     assert machine.attention_bandwidth is not None
     assert machine.attention_bandwidth > 0
-    assert {"bfloat16", "float32"} == set(machine.details["matmul"])
 
 
 @pytest.mark.torch
@@ -62,7 +61,7 @@ def test_figures_are_medians_and_keep_their_spread(swift: None) -> None:
     machine = probe.probe()
     assert (machine.h2d_bandwidth, machine.host_bandwidth, machine.hbm_bandwidth) == (5e9, 1e10, 1e10)
     assert machine.matmul_flops == 3e9  # the faster of the two types
-    assert machine.details["host_copy"] == {"median": 5e9, "spread": 0.4, "samples": 3, "of": "bytes"}
+    assert machine.details["samples"]["h2d_bandwidth"] == {"median": 5e9, "spread": 0.4, "samples": 3}
     assert (machine.attention_bandwidth, machine.grouped_attention_bandwidth) == (8e9, 8e9)
     assert machine.nvme_bandwidth is None
     assert "no GPU" in machine.note

@@ -4,13 +4,13 @@ Each figure is the median of several samples after a warm-up; the rate of a copy
 traffic in the other direction. Without a GPU the CPU is the device: `h2d_bandwidth` is then a copy within host memory.
 """
 
-import contextlib
 import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,14 +26,7 @@ from zinfer.core.units import gb
 from zinfer.engine import direct
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
-from zinfer.system.host import (
-    attending_cpus,
-    available_bytes,
-    gpus,
-    host_bytes,
-    host_facts,
-    name_of,
-)
+from zinfer.system.host import attending_cpus, available_bytes, gpus, host_bytes, host_facts, name_of
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -47,6 +40,7 @@ WARM_UP_S = 0.5
 BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets fewer samples, not a longer probe
 
 Seconds = Callable[[Callable[[], object]], float]
+Figures = dict[str, list[float]]  # samples of a machine's figures, by their names
 
 
 def probe(
@@ -75,45 +69,44 @@ def probe(
     progress("host memory")
     size = min(largest, 256 * MIB) if not cuda else largest
     _warm_up(partial(_host_copy, size, 1))
-    details["host_copy"] = host = _entry(_host_copy(size, repeats), "bytes")
+    copies = _host_copy(size, repeats)
     progress("attention on the CPU")
     cache = min(max(size, BEYOND_CACHES * details["host"]["cache_bytes"]), memory // 4)
-    ways = {"attention": 1, "grouped_attention": SHARING}
-    details |= {way: _entry(_attention(cache, repeats, many), "bytes of keys and values") for way, many in ways.items()}
-    fields: dict[str, Any] = {f"{way}_bandwidth": details[way]["median"] for way in ways}
-    fields["host_bandwidth"] = 2 * host["median"]
+    figures: Figures = {
+        "host_bandwidth": [2 * rate for rate in copies],
+        "attention_bandwidth": _attention(cache, repeats, 1),
+        "grouped_attention_bandwidth": _attention(cache, repeats, SHARING),
+    }
+    fields: dict[str, Any] = {}
+    note = "measured by `zinfer probe`"
     if cuda:
-        fields |= _probe_gpu(largest, cache, repeats, details, progress)
-        at_once = fields["shared_attention_bandwidth"] + fields["shared_h2d_bandwidth"]
-        fields["host_bandwidth"] = max(fields["host_bandwidth"], at_once)  # few cores cannot copy as much
-        if torch.cuda.device_count() > 1:
-            fields |= _probe_gpus(largest, repeats, details, progress)
-            fields["host_bandwidth"] = max(fields["host_bandwidth"], fields["links_bandwidth"])
-        fields |= {"gpu_count": torch.cuda.device_count(), "gpu_name": torch.cuda.get_device_name()}
+        figures |= _probe_gpu(largest, cache, repeats, progress)
+        if (count := torch.cuda.device_count()) > 1:
+            figures |= _probe_gpus(largest, repeats, progress)
+        fields |= {"gpu_count": count, "gpu_name": torch.cuda.get_device_name()}
+        fields["gpu_bytes"] = torch.cuda.mem_get_info()[1]
         details["gpu"] = devices[0] if devices else {}
         fields["coherent"] = bool(details["gpu"].get("c2c"))
     else:
         progress("matrix product")
-        rates = {name: _matmul("cpu", name, 512 if quick else 1024, 3) for name in ("bfloat16", "float32")}
-        details["matmul"] = {name: _entry(samples, "flops") for name, samples in rates.items()}
-        fields |= {
-            "h2d_bandwidth": host["median"],
-            "d2h_bandwidth": host["median"],
-            "hbm_bandwidth": 2 * host["median"],
-            "matmul_flops": max(entry["median"] for entry in details["matmul"].values()),
-        }
-    note = "measured by `zinfer probe`" + ("" if cuda else "; no GPU, so the CPU is the device and memory the link")
+        products = [_matmul("cpu", name, 512 if quick else 1024, 3) for name in ("bfloat16", "float32")]
+        figures |= {"h2d_bandwidth": copies, "d2h_bandwidth": copies, "hbm_bandwidth": figures["host_bandwidth"]}
+        figures["matmul_flops"] = max(products, key=median)
+        note += "; no GPU, so the CPU is the device and memory the link"
     if nvme_path is not None:
         progress(f"disk at {nvme_path}")
         fields["nvme_bytes"] = shutil.disk_usage(nvme_path).free
         try:
-            details["nvme"] = _probe_disk(nvme_path, quick)
-            fields["nvme_bandwidth"] = details["nvme"]["median"]
+            figures["nvme_bandwidth"] = _probe_disk(nvme_path, quick)
         except OSError as error:
             note += f"; no direct I/O at the offload path ({error.strerror})"
-    return Machine(
-        name=name_of(devices), source="measured", host_bytes=host_bytes(), note=note, details=details, **fields
-    )
+    details["samples"] = {name: _summary(rates) for name, rates in figures.items()}
+    medians = {name: summary["median"] for name, summary in details["samples"].items()}
+    if cuda:  # few cores cannot copy as much
+        at_once = medians["shared_attention_bandwidth"] + medians["shared_h2d_bandwidth"]
+        medians["host_bandwidth"] = max(medians["host_bandwidth"], at_once, medians.get("links_bandwidth", 0.0))
+    fields |= medians | {"name": name_of(devices), "source": "measured", "host_bytes": host_bytes(), "note": note}
+    return Machine(details=details, **fields)
 
 
 def measure_link(device: torch.device | str) -> float:
@@ -131,14 +124,13 @@ def measure_links(engine: "Engine") -> float | None:
     """Return the bytes per second of all links at once; None where there is one link, or none. It is the median of five
     samples of a quarter of the weights, out of the memory that they lie in."""
     amount = engine.bring()
-    if amount is None:
-        return None
-    return median(_rates(engine.bring, amount, _cpu_seconds, 5))
+    return None if amount is None else median(_rates(engine.bring, amount, _cpu_seconds, 5))
 
 
 def rate(work: Callable[[], object], amount: float, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return median, spread and number of samples of a rate. `work` moves `amount` bytes on `device`."""
-    return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
+    seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    return _summary(_rates(work, amount, seconds, repeats)) | {"of": "bytes"}
 
 
 def _warm_up(work: Callable[[], object]) -> None:
@@ -162,6 +154,17 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def _gpu_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of work on all GPUs, whatever its streams."""
+
+    def whole() -> None:
+        work()
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(number)
+
+    return _cpu_seconds(whole)
+
+
 def _rates(
     work: Callable[[], object], amount: float, seconds: Seconds, repeats: int, min_samples: int = 1
 ) -> list[float]:
@@ -175,14 +178,14 @@ def _rates(
     return rates
 
 
-def _entry(rates: list[float], what: str) -> dict[str, Any]:
+def _summary(rates: list[float]) -> dict[str, Any]:
     middle = median(rates)
-    return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
+    return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates)}
 
 
-@contextlib.contextmanager
+@contextmanager
 def _arena(size: int, pin: bool = True) -> Iterator[Tensor]:
-    with contextlib.closing(PinnedArena(size, pin)) as arena:
+    with closing(PinnedArena(size, pin)) as arena:
         yield arena.memory[:size]
 
 
@@ -193,32 +196,26 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
 def _attention(size: int, repeats: int, sharing: int) -> list[float]:
     """Return the bytes per second that CPU attention reads; `sharing` query heads share each head of the cache."""
-    work, amount = _attending(size, sharing)
-    with _attending_threads():
+    with _attending(size, sharing) as (work, amount):
         _warm_up(work)
         return _rates(work, amount, _cpu_seconds, repeats)
 
 
-@contextlib.contextmanager
-def _attending_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(attending_cpus(before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
-    """Return a function that attends to 512 tokens a sequence; and the bytes it reads."""
+@contextmanager
+def _attending(size: int, sharing: int = 1) -> Iterator[tuple[Callable[[], object], int]]:
+    """Yield a function that attends to 512 tokens a sequence, with as many threads; and the bytes it reads."""
     from zinfer.engine.stream.kv.cpu import attend_all
 
     heads = 32 // sharing
     shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)
     query = torch.ones((shape[0], heads, sharing, shape[3]), dtype=torch.bfloat16)
     keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
-    work = partial(attend_all, query, [(keys, values)], [], None)
-    return work, 2 * keys.nbytes
+    before = torch.get_num_threads()
+    torch.set_num_threads(attending_cpus(before))
+    try:
+        yield partial(attend_all, query, [(keys, values)], [], None), 2 * keys.nbytes
+    finally:
+        torch.set_num_threads(before)
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
@@ -228,49 +225,34 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
     return _rates(lambda: left @ right, 2 * size**3, seconds, repeats)
 
 
-def _probe_gpu(
-    largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
-) -> dict[str, Any]:
-    free, total = torch.cuda.mem_get_info()
-    largest = min(largest, free // 4)
+def _probe_gpu(largest: int, cache: int, repeats: int, progress: Callable[[str], object]) -> Figures:
+    largest = min(largest, torch.cuda.mem_get_info()[0] // 4)
     device = torch.empty(largest, dtype=torch.uint8, device="cuda")
-    links: dict[str, Any] = {}
-    for kind in ("pageable", "pinned"):
-        progress(f"{kind} copies")
-        with _arena(largest, kind == "pinned") as host:
-            links[f"h2d_{kind}"] = _entry(_link(device, host, repeats), "bytes")
-            links[f"d2h_{kind}"] = _entry(_link(host, device, repeats), "bytes")
-            if kind == "pinned":
-                progress("both directions at once")
-                duplex = _entry(_duplex(host, device, repeats), "bytes each way")
-                progress("link and CPU at once")
-                with _attending_threads():
-                    details["together"] = _measure_concurrent(host, device, cache, repeats)
+    progress("pageable copies")
+    with _arena(largest, pin=False) as host:
+        figures = {"pageable_bandwidth": _link(device, host, repeats)}
+    progress("pinned copies")
+    with _arena(largest) as host:
+        figures |= {"h2d_bandwidth": _link(device, host, repeats), "d2h_bandwidth": _link(host, device, repeats)}
+        progress("both directions at once")
+        half = largest // 2
+        pairs = [(device[:half], host[:half]), (host[half : 2 * half], device[half : 2 * half])]
+        copies = [(target, source, [torch.cuda.Stream()]) for target, source in pairs]
+        figures["duplex_bandwidth"] = _rates(partial(_at_once, copies), TIMES * half, _gpu_seconds, repeats)
+        progress("link and CPU at once")
+        figures |= _measure_concurrent(host, device, cache, repeats)
     progress("device memory")
     copy = partial(torch.empty_like(device).copy_, device)
-    hbm = _entry(_rates(copy, 2 * device.nbytes, _cuda_seconds, repeats), "bytes read and written")
+    figures["hbm_bandwidth"] = _rates(copy, 2 * device.nbytes, _cuda_seconds, repeats)
     del device, copy
     progress("matrix product")
-    matmul = _entry(_matmul("cuda", "bfloat16", 8192, 2 * repeats), "flops")
+    figures["matmul_flops"] = _matmul("cuda", "bfloat16", 8192, 2 * repeats)
     torch.cuda.empty_cache()
-    details |= {"links": links, "duplex": duplex, "hbm": hbm, "matmul": {"bfloat16": matmul}}
-    return {
-        "gpu_bytes": total,
-        "h2d_bandwidth": links["h2d_pinned"]["median"],
-        "d2h_bandwidth": links["d2h_pinned"]["median"],
-        "pageable_bandwidth": links["h2d_pageable"]["median"],
-        "duplex_bandwidth": duplex["median"],
-        "shared_attention_bandwidth": details["together"]["attention"]["median"],
-        "shared_h2d_bandwidth": details["together"]["link"]["median"],
-        "hbm_bandwidth": hbm["median"],
-        "matmul_flops": matmul["median"],
-    }
+    return figures
 
 
-def _probe_gpus(
-    largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
-) -> dict[str, Any]:
-    """Measure all links at once, and the exchange between GPUs; return them as fields of a Machine."""
+def _probe_gpus(largest: int, repeats: int, progress: Callable[[str], object]) -> Figures:
+    """Measure all links at once, and the exchange between GPUs."""
     count = torch.cuda.device_count()
     part = min(largest, *(torch.cuda.mem_get_info(number)[0] // 4 for number in range(count))) // count
     targets = [torch.empty(part * count, dtype=torch.uint8, device=f"cuda:{number}") for number in range(count)]
@@ -278,8 +260,7 @@ def _probe_gpus(
     progress("all links at once")
     with _arena(part * count) as host:
         copies = [(target[:part], host[n * part :][:part], [streams[n][0]]) for n, target in enumerate(targets)]
-        rates = _rates(partial(_at_once, copies), TIMES * part * count, _gpu_seconds, repeats)
-    links = _entry(rates, "bytes, all links")
+        links = _rates(partial(_at_once, copies), TIMES * part * count, _gpu_seconds, repeats)
     progress("exchange between GPUs")
     copies = []
     for step in range(1, count):  # at any time each GPU is read by one other
@@ -288,75 +269,53 @@ def _probe_gpus(
             chunk = slice(other * part, (other + 1) * part)
             # Streams of their own on both ends: copies in the two directions would wait for each other.
             copies.append((target[chunk], targets[other][chunk], [streams[other][step], streams[n][count - step]]))
-    rates = _rates(partial(_at_once, copies), TIMES * part * (count - 1), _gpu_seconds, repeats)
-    gather = _entry(rates, "bytes, each GPU")
-    details |= {"all_links": links, "gather": gather}
-    return {"links_bandwidth": links["median"], "gather_bandwidth": gather["median"]}
+    gather = _rates(partial(_at_once, copies), TIMES * part * (count - 1), _gpu_seconds, repeats)
+    return {"links_bandwidth": links, "gather_bandwidth": gather}
 
 
 def _at_once(copies: list[tuple[Tensor, Tensor, list[torch.cuda.Stream]]]) -> None:
     """Issue copies, `TIMES` each: target, source, and the stream of each GPU."""
     for _ in range(TIMES):
         for target, source, streams in copies:
-            with contextlib.ExitStack() as current:
+            with ExitStack() as current:
                 for stream in streams:
                     current.enter_context(torch.cuda.stream(stream))
                 target.copy_(source, non_blocking=True)
-
-
-def _gpu_seconds(work: Callable[[], object]) -> float:
-
-    def wait() -> None:
-        for number in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(number)
-
-    wait()
-    start = perf_counter()
-    work()
-    wait()
-    return perf_counter() - start
 
 
 def _link(target: Tensor, source: Tensor, repeats: int) -> list[float]:
     return _rates(partial(target.copy_, source, non_blocking=True), source.nbytes, _cuda_seconds, repeats)
 
 
-def _duplex(host: Tensor, device: Tensor, repeats: int) -> list[float]:
-    half = len(host) // 2
-    pairs = [(device[:half], host[:half]), (host[half : 2 * half], device[half : 2 * half])]
-    copies = [(target, source, [torch.cuda.Stream()]) for target, source in pairs]
-    return _rates(partial(_at_once, copies), TIMES * half, _gpu_seconds, repeats)
-
-
-def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) -> dict[str, dict[str, Any]]:
+def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) -> Figures:
     """Return the rates of the link and of CPU attention, together."""
-    attend, amount = _attending(cache)
-    attend()
-    rates: dict[str, list[float]] = {"link": [], "attention": []}
+    figures: Figures = {"shared_h2d_bandwidth": [], "shared_attention_bandwidth": []}
     stream = torch.cuda.Stream()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
-            begin.record()
-            for _ in range(COPIES):
-                device.copy_(host, non_blocking=True)
-            end.record()
-        attended, began = 0, perf_counter()
-        while not end.query():
-            attend()
-            attended += 1
-        rates["attention"].append(attended * amount / (perf_counter() - began))
-        rates["link"].append(COPIES * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
-    return {name: _entry(samples, "bytes") for name, samples in rates.items()}
+    with _attending(cache) as (attend, amount):
+        attend()
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(stream):
+                begin.record()
+                for _ in range(COPIES):
+                    device.copy_(host, non_blocking=True)
+                end.record()
+            attended, began = 0, perf_counter()
+            while not end.query():
+                attend()
+                attended += 1
+            figures["shared_attention_bandwidth"].append(attended * amount / (perf_counter() - began))
+            figures["shared_h2d_bandwidth"].append(COPIES * host.nbytes / (float(begin.elapsed_time(end)) / 1e3))
+    return figures
 
 
-def _probe_disk(folder: str | Path, quick: bool) -> dict[str, Any]:
+def _probe_disk(folder: str | Path, quick: bool) -> list[float]:
     """Measure direct reads of a file in `folder`, as `stream` reads layers. The file disappears when it is closed,
     however the process ends. Raises OSError where direct I/O is refused or the disk is full."""
     size = min((512 if quick else 4096) * MIB, shutil.disk_usage(folder).free // 4)
     noise = os.urandom(direct.REQUEST)
     min_samples = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
         reader = stack.enter_context(direct.DirectFile(Path(f"/proc/self/fd/{file.fileno()}")))
         if not reader.direct:
@@ -368,13 +327,15 @@ def _probe_disk(folder: str | Path, quick: bool) -> dict[str, Any]:
         if not blocks:
             raise OSError(errno.ENOSPC, "no space to measure with")
         memory = stack.enter_context(_arena(direct.THREADS * direct.REQUEST, pin=False))
-        whole, size = as_bytes(memory), blocks * direct.REQUEST
+        whole = as_bytes(memory)
 
         def read(thread: int) -> None:
             part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]
             for block in range(thread, blocks, direct.THREADS):
                 reader.read(part, block * direct.REQUEST, direct.REQUEST)
 
+        def read_all() -> None:
+            list(pool.map(read, range(direct.THREADS)))
+
         with ThreadPoolExecutor(direct.THREADS) as pool:
-            rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, min_samples)
-        return _entry(rates, "bytes")
+            return _rates(read_all, blocks * direct.REQUEST, _cpu_seconds, 3, min_samples)

@@ -89,16 +89,15 @@ def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
 
 def package_version(package: str) -> str:
     """Return a distribution's version, or an empty text, without importing it. Torch's has its build: ``+cu130``."""
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         distribution = metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return ""
-    if package == "torch" and "+" not in distribution.version:
-        with contextlib.suppress(OSError):
-            source = Path(str(distribution.locate_file("torch/version.py"))).read_text()
-            if (build := re.search(r"^__version__ = '([\w.+]+)'$", source, re.MULTILINE)) is not None:
-                return build[1]
-    return distribution.version
+        if package == "torch" and "+" not in distribution.version:
+            with contextlib.suppress(OSError):
+                source = Path(str(distribution.locate_file("torch/version.py"))).read_text()
+                if (build := re.search(r"^__version__ = '([\w.+]+)'$", source, re.MULTILINE)) is not None:
+                    return build[1]
+        return distribution.version
+    return ""
 
 
 def name_of(devices: list[dict[str, Any]]) -> str:
@@ -113,14 +112,18 @@ def name_of(devices: list[dict[str, Any]]) -> str:
 
 def cpu_model() -> str:
     """Return the CPU's name, or its architecture (as on Arm)."""
-    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
+    return _kernel_fact("cpuinfo", "model name") or platform.machine()
 
 
 def has_avx512() -> bool:
     """Tell whether compiled code for experts is fast on this CPU."""
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return flags is not None and {"avx512bw", "avx512vl", "fma"} <= set(flags[1].split())
+    return {"avx512bw", "avx512vl", "fma"} <= set(_kernel_fact("cpuinfo", "flags").split())
+
+
+def _kernel_fact(file: str, name: str) -> str:
+    """Return the first value of a name in a file of /proc; empty if it has none."""
+    match = re.search(rf"^{name}[ \t]*:(.*)$", Path("/proc", file).read_text(), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def peak_bytes() -> int:
@@ -130,8 +133,7 @@ def peak_bytes() -> int:
 
 def shared_bytes() -> int:
     """Return this process's memory from files in memory (RssShmem), in bytes."""
-    match = re.search(r"^RssShmem:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    return int((_kernel_fact("self/status", "RssShmem") or "0").split()[0]) * 1024
 
 
 def memory_total() -> int:

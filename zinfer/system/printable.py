@@ -10,7 +10,7 @@ character.
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
@@ -61,16 +61,8 @@ class Guard:
         self.unguarded = unguarded
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError("a text stream takes no bytes")
-        if not text:
-            return 0
-        if _CURSOR.fullmatch(text):
-            shown = text
-        else:
-            lead = 0 if text.endswith("\n") else len(text) - len(text.lstrip("\r"))  # a progress bar begins anew
-            shown = text[:lead] + printable(text[lead:])
-        self.unguarded.write(shown)
+        lead = 0 if text.endswith("\n") else len(text) - len(text.lstrip("\r"))  # a progress bar begins anew
+        self.unguarded.write(text if _CURSOR.fullmatch(text) else text[:lead] + printable(text[lead:]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -88,15 +80,15 @@ class Droppable:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except OSError:
-            discard(self._stream)
+        self._attempt(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[..., object], *arguments: str) -> None:
         try:
-            self._stream.flush()
+            call(*arguments)
         except OSError:
             discard(self._stream)
 
@@ -134,22 +126,14 @@ def guarded() -> Iterator[None]:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
-    stdout, stderr = Guard(sys.stdout), Guard(cast("TextIO", Droppable(sys.stderr)))
-    with redirect_stdout(cast("TextIO", stdout)), redirect_stderr(cast("TextIO", stderr)):
+    stderr: Any = Droppable(sys.stderr)
+    with redirect_stdout(cast("TextIO", Guard(sys.stdout))), redirect_stderr(cast("TextIO", Guard(stderr))):
         yield
 
 
 def text_lines(stream: TextIO, name: str) -> Iterator[str]:
     """Yield the lines of a text stream; `name` is for messages. Raises TextError for a line that is not UTF-8."""
-    number = 0
-    while True:
-        number += 1
-        try:
-            line = stream.readline()
-        except UnicodeDecodeError:
-            line = "\udcff"
-        if not line:
-            return
+    for number, line in enumerate(iter(stream.readline, ""), 1):
         if _SURROGATE.search(line):
             raise TextError(f"line {number} of {name} is not UTF-8 text")
         yield line

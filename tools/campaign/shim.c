@@ -64,30 +64,26 @@ static int below(const char *path) {
     return 0;
 }
 
-static int concerns_path(int folder, const char *path) {
-    char whole[PATH_MAX * 2], link[64];
-    if (page == NULL || page->mode == NONE || path == NULL) return 0;
-    if (path[0] == '/') return below(path);
-    ssize_t length;
-    if (folder == AT_FDCWD) {
-        if (getcwd(whole, PATH_MAX) == NULL) return 0;
-        length = strlen(whole);
-    } else {
-        snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
-        length = readlink(link, whole, PATH_MAX - 1);
-        if (length < 0) return 0;
-    }
-    snprintf(whole + length, sizeof whole - length, "/%s", path);
-    return below(whole);
-}
-
-static int concerns_file(int file) {
-    char whole[PATH_MAX], link[64];
-    if (page == NULL || page->mode == NONE || file < 0) return 0;
+static int link_of(int file, char whole[PATH_MAX]) { /* the path of an open file or folder; 0 if it has none */
+    char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", file);
     ssize_t length = readlink(link, whole, PATH_MAX - 1);
-    if (length < 0) return 0;
-    whole[length] = 0;
+    whole[length < 0 ? 0 : length] = 0;
+    return length >= 0;
+}
+static int path_of(int file, char whole[PATH_MAX]) { return link_of(file, whole) && below(whole); }
+
+static int concerns_file(int file) {
+    char whole[PATH_MAX];
+    return page != NULL && page->mode != NONE && file >= 0 && path_of(file, whole);
+}
+static int concerns_path(int folder, const char *path) {
+    char whole[PATH_MAX * 2];
+    if (page == NULL || page->mode == NONE || path == NULL) return 0;
+    if (path[0] == '/') return below(path);
+    if (folder == AT_FDCWD ? getcwd(whole, PATH_MAX) == NULL : !link_of(folder, whole)) return 0;
+    size_t length = strlen(whole);
+    snprintf(whole + length, sizeof whole - length, "/%s", path);
     return below(whole);
 }
 
@@ -96,8 +92,7 @@ static int strike(int kind, long bytes) {
     struct control *c = page;
     int mode = c->mode;
     if (mode == FULL) {
-        if (kind != WRITES && kind != NAMES && kind != SYNCS) return 0;
-        if (kind == SYNCS) return 0;
+        if (kind != WRITES && kind != NAMES) return 0;
         __sync_fetch_and_add(&c->operations, 1);
         long before = __sync_fetch_and_add(&c->written, bytes);
         if (before + bytes <= c->budget && !(kind == NAMES && before >= c->budget)) return 0;
@@ -110,11 +105,10 @@ static int strike(int kind, long bytes) {
     if (mode == COUNT || number < c->at || (number > c->at && !c->lasting)) return 0;
     __sync_fetch_and_add(&c->hits, 1);
     switch (mode) {
-    case KILL:
-        raise(SIGKILL);
-        return 0;
     case TORN:
         if (kind == WRITES && bytes > 1) return -1;
+        /* fall through */
+    case KILL:
         raise(SIGKILL);
         return 0;
     case VANISH: {
@@ -169,13 +163,6 @@ static void note(const struct stat *status, const char *path, int appends) {
     snprintf(one->path, sizeof one->path, "%s", path);
 }
 
-static int path_of(int file, char whole[PATH_MAX]) {
-    char link[64];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
-    ssize_t length = readlink(link, whole, PATH_MAX - 1);
-    whole[length < 0 ? 0 : length] = 0;
-    return length >= 0 && below(whole);
-}
 static void named(const char *path) { /* there is a new name: `path`, absolute */
     char folder[PATH_MAX];
     struct stat status;
@@ -262,22 +249,16 @@ int close(int file) {
     return REAL(close)(file);
 }
 
-#define PATH_FAULT(folder, path, kind, bytes, failed)                                                                  \
-    if (concerns_path(folder, path)) {                                                                                 \
+#define FAULT(concerned, kind, bytes, failed)                                                                          \
+    if (concerned) {                                                                                                   \
         int fault = strike(kind, bytes);                                                                               \
         if (fault > 0) {                                                                                               \
             errno = fault;                                                                                             \
             return failed;                                                                                             \
         }                                                                                                              \
     }
-#define FILE_FAULT(file, kind, bytes, failed)                                                                          \
-    if (concerns_file(file)) {                                                                                         \
-        int fault = strike(kind, bytes);                                                                               \
-        if (fault > 0) {                                                                                               \
-            errno = fault;                                                                                             \
-            return failed;                                                                                             \
-        }                                                                                                              \
-    }
+#define PATH_FAULT(folder, path, kind, failed) FAULT(concerns_path(folder, path), kind, 0, failed)
+#define FILE_FAULT(file, kind, bytes) FAULT(concerns_file(file), kind, bytes, -1)
 
 /* The kind of an open: one that may write counts as a change of names; a full disk has room for files that are there. */
 static int opens(int folder, const char *path, int flags) {
@@ -286,37 +267,25 @@ static int opens(int folder, const char *path, int flags) {
 }
 static mode_t mode_of(int flags, va_list more) { return flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0; }
 
-#define OPEN(name)                                                                                                     \
-    int name(const char *path, int flags, ...) {                                                                       \
+#define OPEN(name, parameters, folder, ...)                                                                            \
+    int name parameters {                                                                                              \
         va_list more;                                                                                                  \
         va_start(more, flags);                                                                                         \
         mode_t mode = mode_of(flags, more);                                                                            \
         va_end(more);                                                                                                  \
-        PATH_FAULT(AT_FDCWD, path, opens(AT_FDCWD, path, flags), 0, -1)                                                \
-        int made = flags & O_CREAT && page != NULL && page->audit && faccessat(AT_FDCWD, path, F_OK, 0);               \
-        int file = REAL(name)(path, flags, mode);                                                                      \
-        opened(file, made);                                                                                            \
-        return file;                                                                                                   \
-    }
-OPEN(open)
-OPEN(open64)
-#define OPENAT(name)                                                                                                   \
-    int name(int folder, const char *path, int flags, ...) {                                                           \
-        va_list more;                                                                                                  \
-        va_start(more, flags);                                                                                         \
-        mode_t mode = mode_of(flags, more);                                                                            \
-        va_end(more);                                                                                                  \
-        PATH_FAULT(folder, path, opens(folder, path, flags), 0, -1)                                                    \
+        PATH_FAULT(folder, path, opens(folder, path, flags), -1)                                                       \
         int made = flags & O_CREAT && page != NULL && page->audit && faccessat(folder, path, F_OK, 0);                 \
-        int file = REAL(name)(folder, path, flags, mode);                                                              \
+        int file = REAL(name)(__VA_ARGS__, flags, mode);                                                               \
         opened(file, made);                                                                                            \
         return file;                                                                                                   \
     }
-OPENAT(openat)
-OPENAT(openat64)
+OPEN(open, (const char *path, int flags, ...), AT_FDCWD, path)
+OPEN(open64, (const char *path, int flags, ...), AT_FDCWD, path)
+OPEN(openat, (int folder, const char *path, int flags, ...), folder, folder, path)
+OPEN(openat64, (int folder, const char *path, int flags, ...), folder, folder, path)
 #define FOPEN(name)                                                                                                    \
     FILE *name(const char *path, const char *mode) {                                                                   \
-        PATH_FAULT(AT_FDCWD, path, mode[0] == 'r' ? OPENS : NAMES, 0, NULL)                                            \
+        PATH_FAULT(AT_FDCWD, path, mode[0] == 'r' ? OPENS : NAMES, NULL)                                               \
         return REAL(name)(path, mode);                                                                                 \
     }
 FOPEN(fopen)
@@ -353,7 +322,7 @@ WRITE(pwrite64, (int file, const void *data, size_t count, off64_t at), (file, d
 ssize_t writev(int file, const struct iovec *parts, int number) {
     long bytes = 0;
     for (int i = 0; i < number; i++) bytes += parts[i].iov_len;
-    FILE_FAULT(file, WRITES, bytes, -1)
+    FILE_FAULT(file, WRITES, bytes)
     ssize_t done = REAL(writev)(file, parts, number);
     if (done >= 0) wrote(file, 1);
     return done;
@@ -361,7 +330,7 @@ ssize_t writev(int file, const struct iovec *parts, int number) {
 
 #define READ(name, parameters, arguments)                                                                              \
     ssize_t name parameters {                                                                                          \
-        FILE_FAULT(file, READS, 0, -1)                                                                                 \
+        FILE_FAULT(file, READS, 0)                                                                                     \
         return REAL(name) arguments;                                                                                   \
     }
 READ(read, (int file, void *data, size_t count), (file, data, count))
@@ -369,66 +338,42 @@ READ(pread, (int file, void *data, size_t count, off_t at), (file, data, count, 
 READ(pread64, (int file, void *data, size_t count, off64_t at), (file, data, count, at))
 READ(readv, (int file, const struct iovec *parts, int number), (file, parts, number))
 
-int fsync(int file) {
-    FILE_FAULT(file, SYNCS, 0, -1)
-    int failed = REAL(fsync)(file);
-    if (!failed) synced(file);
-    return failed;
-}
-int fdatasync(int file) {
-    FILE_FAULT(file, SYNCS, 0, -1)
-    int failed = REAL(fdatasync)(file);
-    if (!failed) synced(file);
-    return failed;
-}
-int ftruncate(int file, off_t size) {
-    FILE_FAULT(file, WRITES, 0, -1)
-    int failed = REAL(ftruncate)(file, size);
-    if (!failed) wrote(file, 0);
-    return failed;
-}
-int ftruncate64(int file, off64_t size) {
-    FILE_FAULT(file, WRITES, 0, -1)
-    int failed = REAL(ftruncate64)(file, size);
-    if (!failed) wrote(file, 0);
-    return failed;
-}
-int posix_fallocate(int file, off_t from, off_t size) {
-    if (concerns_file(file)) {
-        int fault = strike(WRITES, size);
-        if (fault > 0) return fault;
+#define CHANGE(name, parameters, arguments, kind, noted)                                                               \
+    int name parameters {                                                                                              \
+        FILE_FAULT(file, kind, 0)                                                                                      \
+        int failed = REAL(name) arguments;                                                                             \
+        if (!failed) noted;                                                                                            \
+        return failed;                                                                                                 \
     }
-    return REAL(posix_fallocate)(file, from, size);
-}
-int posix_fallocate64(int file, off64_t from, off64_t size) {
-    if (concerns_file(file)) {
-        int fault = strike(WRITES, size);
-        if (fault > 0) return fault;
+CHANGE(fsync, (int file), (file), SYNCS, synced(file))
+CHANGE(fdatasync, (int file), (file), SYNCS, synced(file))
+CHANGE(ftruncate, (int file, off_t size), (file, size), WRITES, wrote(file, 0))
+CHANGE(ftruncate64, (int file, off64_t size), (file, size), WRITES, wrote(file, 0))
+#define ALLOCATE(name, offset)                                                                                         \
+    int name(int file, offset from, offset size) {                                                                     \
+        int fault = concerns_file(file) ? strike(WRITES, size) : 0;                                                    \
+        return fault > 0 ? fault : REAL(name)(file, from, size);                                                       \
     }
-    return REAL(posix_fallocate64)(file, from, size);
-}
-int link(const char *from, const char *to) {
-    PATH_FAULT(AT_FDCWD, to, NAMES, 0, -1)
-    return REAL(link)(from, to);
-}
-int mkdir(const char *path, mode_t mode) {
-    PATH_FAULT(AT_FDCWD, path, NAMES, 0, -1)
-    return REAL(mkdir)(path, mode);
-}
-int mkdirat(int folder, const char *path, mode_t mode) {
-    PATH_FAULT(folder, path, NAMES, 0, -1)
-    return REAL(mkdirat)(folder, path, mode);
-}
+ALLOCATE(posix_fallocate, off_t)
+ALLOCATE(posix_fallocate64, off64_t)
+#define NEW(name, parameters, arguments, folder, path)                                                                 \
+    int name parameters {                                                                                              \
+        PATH_FAULT(folder, path, NAMES, -1)                                                                            \
+        return REAL(name) arguments;                                                                                   \
+    }
+NEW(link, (const char *from, const char *to), (from, to), AT_FDCWD, to)
+NEW(mkdir, (const char *path, mode_t mode), (path, mode), AT_FDCWD, path)
+NEW(mkdirat, (int folder, const char *path, mode_t mode), (folder, path, mode), folder, path)
 
 /* A full disk lets names change and go; the other faults may strike here, too. */
 #define LEAVE(name, parameters, arguments, folder, path)                                                               \
     int name parameters {                                                                                              \
-        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, path, NAMES, 0, -1)                                 \
+        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, path, NAMES, -1)                                    \
         return REAL(name) arguments;                                                                                   \
     }
 #define RENAME(name, parameters, arguments, folder)                                                                    \
     int name parameters {                                                                                              \
-        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, to, NAMES, 0, -1)                                   \
+        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, to, NAMES, -1)                                      \
         int failed = REAL(name) arguments;                                                                             \
         if (!failed) renamed(folder, to);                                                                              \
         return failed;                                                                                                 \

@@ -155,7 +155,7 @@ run.CLASSES["kill-run"] = endless
 run.prepare = lambda root, seed, names, jobs: Lab(root, seed)
 run.OVERTIME_S = 0.5
 minutes = float(sys.argv[2]) if len(sys.argv) > 2 else None
-sys.exit(run.campaign(1, ["kill-run"], range(6), 4, minutes, Path(sys.argv[1])))
+sys.exit(run.campaign(["kill-run"], range(6), 1, 4, minutes, Path(sys.argv[1])))
 """
 
 

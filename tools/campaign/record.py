@@ -1,18 +1,15 @@
 """Record of a campaign: what was tried, what held, for each class; and the table of docs/reliability.md."""
 
-import platform
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 from tools import pages
 from tools.campaign.lab import Result
-from zinfer import __version__
-from zinfer.core.value import Frozen
+from zinfer.core.value import Frozen, group_by
 from zinfer.record.jsonl import read_lines
 from zinfer.record.study import Start, parse_runs
-from zinfer.system.host import cpu_model, slug
+from zinfer.worker.process import study_header
 
 RECORD = Path("sweeps/results/reliability.jsonl")
 FAULTS = 20  # faults that a record keeps for each class
@@ -78,11 +75,8 @@ class Campaign(Start):
     @classmethod
     def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
         """Return the record of `results`, counted by class."""
-        by_name: dict[str, list[Result]] = {}
-        for result in results:
-            by_name.setdefault(result.name, []).append(result)
         rows = []
-        for name, every in by_name.items():
+        for name, every in group_by(results, lambda result: result.name).items():
             tried = [result for result in every if not (result.skipped and result.held)]
             faults = [f"{result.number}: {fault}" for result in tried for fault in result.faults[:3]]
             rows.append(
@@ -92,12 +86,8 @@ class Campaign(Start):
                     seconds=sum(result.seconds for result in every), faults=tuple(faults[:FAULTS]),
                 )
             )  # fmt: skip
-        versions = {"python": platform.python_version(), "zinfer": __version__}
-        return cls(
-            machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
-            rows=tuple(rows),
-        )  # fmt: skip
+        where = study_header("stream")
+        return cls(seed=seed, seconds=round(seconds, 1), planned=planned, rows=tuple(rows), **where)
 
     def table(self) -> str:
         """Return the counts as text, a line for each class."""
@@ -124,8 +114,7 @@ class Campaign(Start):
 
 def last(path: Path) -> Campaign:
     """Return the last campaign in a file."""
-    *_, (_, fields) = parse_runs(read_lines(path), path, "reliability")
-    return Campaign.model_validate(fields)
+    return Campaign.model_validate([*parse_runs(read_lines(path), path, "reliability")][-1][1])
 
 
 def title(name: str) -> str:
@@ -139,21 +128,17 @@ def title(name: str) -> str:
 
 def markdown(campaign: Campaign) -> str:
     """Return the table of a campaign in Markdown, with its seed."""
-    table = pages.markdown(COLUMNS, campaign.cells())
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
     blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
-    text = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
-    if blind:
-        text += (
-            f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
-            " configuration, a recipe or a record with a valid checksum is as good as the first. Single changed"
-            " bytes of weights, which only a checksum of all could tell, were not tried."
-        )
-    if campaign.left:
-        text += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."
-    if skipped:
-        text += f" {skipped:,} cases could not be tried on this machine."
-    return f"{table}\n\n{text}"
+    notes = {
+        f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}.": 1,
+        f"{blind:,} damaged inputs count as held though they gave another result: another value of a configuration, a"
+        " recipe or a record with a valid checksum is as good as the first. Single changed bytes of weights, which only"
+        " a checksum of all could tell, were not tried.": blind,
+        f"The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended.": campaign.left,
+        f"{skipped:,} cases could not be tried on this machine.": skipped,
+    }
+    return f"{pages.markdown(COLUMNS, campaign.cells())}\n\n{' '.join(note for note, told in notes.items() if told)}"
 
 
 def reliability() -> str:

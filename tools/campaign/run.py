@@ -2,28 +2,26 @@
 
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tools.campaign import disks, kills, record, serve, shim, verbs
 from tools.campaign.lab import Lab, Result, Stopped, undisturbed
 from tools.campaign.subject import kill
+from zinfer.record import study
 
 Case = Callable[[Lab, int, bool], Result]
 CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **serve.CLASSES}
 FEW = {"kill-ranks": 3}  # cases of other classes for each case of a slow one
 OVERTIME_S = 120.0  # for the cases under way when the time is up; those that then still run are not counted
-
-
-def titles() -> dict[str, str]:
-    """Return what each class does, in a line."""
-    return {name: record.title(name) for name in CLASSES}
 
 
 def chosen(wanted: str | None) -> list[str]:
@@ -51,10 +49,28 @@ def prepare(root: Path, seed: int, names: Sequence[str], jobs: int) -> Lab:
     return lab
 
 
+@click.command()
+@click.option("--seed", default=1, show_default=True, help="Seed of all dice.")
+@click.option("--class", "wanted", help="Classes, separated by commas, or beginnings of their names.  [default: all]")
+@click.option("--count", default=10, show_default=True, help="Cases of each class.")
+@click.option("--number", type=int, help="Run only this case, and tell all that happened.")
+@click.option("--jobs", default=1, show_default=True, help="Cases at a time.")
+@click.option("--minutes", type=float, help="Begin no case after so many minutes.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File that the record is appended to.")
+@click.option("--list", "listing", is_flag=True, help="List the classes.")
+def main(wanted: str | None, count: int, number: int | None, listing: bool, **how: Any) -> None:
+    """Disturb zinfer in every way, count what held, and print a table; exit with 1 if something failed."""
+    if listing:
+        click.echo("\n".join(f"{name:20} {record.title(name)}" for name in CLASSES))
+        return
+    numbers = range(count) if number is None else [number]
+    sys.exit(campaign(names=chosen(wanted), numbers=numbers, tell=number is not None, **how))
+
+
 def campaign(
-    seed: int,
     names: Sequence[str],
     numbers: Iterable[int],
+    seed: int,
     jobs: int,
     minutes: float | None,
     output: Path | None,
@@ -73,9 +89,8 @@ def campaign(
     results: list[Result] = []
     try:
         lab = prepare(root, seed, names, jobs)
-        click.echo(
-            f"prepared in {time.monotonic() - began:.0f} s; {'with' if lab.library else 'without'} shim", err=True
-        )
+        shimmed = "with" if lab.library else "without"
+        click.echo(f"prepared in {time.monotonic() - began:.0f} s; {shimmed} shim", err=True)
         cases = [(name, n) for n in numbers for name in names if tell or n % FEW.get(name, 1) == 0]
 
         def attempt(case: tuple[str, int]) -> Result | None:
@@ -99,18 +114,16 @@ def campaign(
         run = record.Campaign.of(results, seed, time.monotonic() - began, len(cases))
         click.echo(run.table())
         if output is not None:
-            from zinfer.record import study
-
             study.append(output, run)
         return 128 + came[0] if came else int(not run.rows or any(row.held < row.tried for row in run.rows))
     finally:
         kill(root)
         for number, handler in before.items():
             signal.signal(number, handler)
-        if not tell:
-            shutil.rmtree(root, ignore_errors=True)
-        else:
+        if tell:
             click.echo(f"kept: {root}", err=True)
+        else:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _tried(lab: Lab, name: str, number: int, tell: bool) -> Result | None:
@@ -121,8 +134,7 @@ def _tried(lab: Lab, name: str, number: int, tell: bool) -> Result | None:
     except Stopped:
         return None
     except Exception as error:
-        trace = traceback.format_exc()
-        result = Result(name, number, [f"the campaign itself failed: {error}"], tale=[trace])
+        result = Result(name, number, [f"the campaign itself failed: {error}"], tale=[traceback.format_exc()])
     result.seconds = time.monotonic() - began
     return result
 

@@ -238,9 +238,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
 
 def test_the_comparison_of_one_position() -> None:
     reference, logits = torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([[0.0, 0.0], [1.0, math.log(3) + 1]])
-    first, second = (
-        Position(*row) for row in deviation(reference, logits, torch.tensor([0, 1])).tolist()
-    )
+    first, second = (Position(*row) for row in deviation(reference, logits, torch.tensor([0, 1])).tolist())
     assert first.error == pytest.approx(math.sqrt(2))  # ln 3 / sqrt 2, over ln 3 / 2
     assert first.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert (first.same, second.same) == (0, 1)

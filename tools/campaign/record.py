@@ -130,12 +130,13 @@ def markdown(campaign: Campaign) -> str:
     """Return the table of a campaign in Markdown, with its seed."""
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
     blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
+    left = f"{campaign.left:,} of {campaign.planned:,}"
     notes = {
         f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}.": 1,
         f"{blind:,} damaged inputs count as held though they gave another result: another value of a configuration, a"
         " recipe or a record with a valid checksum is as good as the first. Single changed bytes of weights, which only"
         " a checksum of all could tell, were not tried.": blind,
-        f"The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended.": campaign.left,
+        f"The campaign was ended before {left} planned cases had ended.": campaign.left,
         f"{skipped:,} cases could not be tried on this machine.": skipped,
     }
     return f"{pages.markdown(COLUMNS, campaign.cells())}\n\n{' '.join(note for note, told in notes.items() if told)}"

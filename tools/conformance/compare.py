@@ -5,12 +5,13 @@ whose lead is small hides nothing.
 """
 
 import json
+import re
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import click
 from safetensors.torch import load_file, save_file
@@ -121,10 +122,9 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     directory = scratch / subject.type
     try:
         model_class, reference = _saved(subject, directory, tell)
-    except CannotBuild as error:
-        return tell("all", Outcome("cannot be built", _clean(error, scratch)))
-    except CannotCompare as error:
-        return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
+    except (CannotBuild, CannotCompare) as error:
+        built = isinstance(error, CannotCompare)
+        return tell("all", Outcome("cannot be compared" if built else "cannot be built", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
     _note(reference, tell)
@@ -193,14 +193,11 @@ def _clean(error: BaseException, scratch: Path) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the place of an error: the last lines in known packages that its traceback passes through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    packages = ("zinfer/", "transformers/", "torch/", "tests/", "tools/")
-    lines = [
-        f"{frame.filename[at:]}:{frame.lineno}"
-        for frame in frames
-        for at in (max(frame.filename.rfind(f"/{package}") for package in packages) + 1,)
-        if at
-    ]
+    found = (
+        (re.search(r".*/((?:zinfer|transformers|torch|tests|tools)/.*)", frame.filename), frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
+    lines = [f"{match[1]}:{number}" for match, number in found if match]
     ours = [frame for frame in lines if frame.startswith("zinfer/")]
     return f"[{' < '.join(dict.fromkeys([*lines[-1:], *ours[-1:]]))}]"
 
@@ -208,15 +205,13 @@ def _place(error: BaseException) -> str:
 def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
     """Copy a checkpoint twice: in int8, and as the same numbers. Return both."""
     copy, plain = scratch / "int8", scratch / "plain"
-    words = ["--model", str(directory), "--dtype", "fp32", "--weights", "int8", "--output", str(copy)]
-    pack.command.main(words, standalone_mode=False)
+    _pack(directory, copy, "--weights", "int8")
     shutil.copytree(copy, plain)
     for file in plain.glob("*.safetensors"):
         tensors = load_file(file)
-        scales = {
-            name.removesuffix("_scale"): tensors.pop(name) for name in [*tensors] if name.endswith("weight_scale")
-        }
-        tensors |= {name: tensors[name].float() * scale for name, scale in scales.items()}
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            scale, weight = tensors.pop(name), name.removesuffix("_scale")
+            tensors[weight] = tensors[weight].float() * scale
         save_file(tensors, file, {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     for part in (config, *(each for each in config.values() if isinstance(each, dict))):
@@ -225,15 +220,18 @@ def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
     return copy, plain
 
 
-@contextmanager
-def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
-    """Load the checkpoint in `directory` in the given `way`."""
+def _pack(directory: Path, folder: Path, *more: str) -> None:
+    words = ["--model", str(directory), "--dtype", "fp32", "--output", str(folder), *more]
+    pack.command.main(words, standalone_mode=False)
+
+
+def run(way: Way, directory: Path, reference: Reference, scratch: Path) -> tuple[Tensor | None, str]:
+    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``, and why rows cannot be padded, if they cannot. No
+    errors if the way does not apply."""
     options = dict(way.options)
     if way.packed:
-        folder = scratch / "packed"
-        arguments = ["--model", str(directory), "--dtype", "fp32", "--output", str(folder)]
-        pack.command.main(arguments, standalone_mode=False)
-        options["packed"] = str(folder)
+        options["packed"] = str(scratch / "packed")
+        _pack(directory, scratch / "packed")
     source = find(str(directory), "float32", None, "safetensors")
     rows = 2 * len(LENGTHS) if way.rows else len(LENGTHS)
     case = Case(
@@ -246,17 +244,8 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         gpu_weights=way.gpu_weights,
         options=tuple(sorted(options.items())),
     )
-    plan = make_plan(case, source.spec, MACHINE, None)
-    running = base.load(engine.kind(way.engine).target)(steered(plan, way.device_rows, way.prefill_tokens))
-    try:
-        yield running
-    finally:
-        running.close()
-
-
-def run(way: Way, directory: Path, reference: Reference, scratch: Path) -> tuple[Tensor | None, str]:
-    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. No errors if the way does not apply."""
-    with loaded(way, directory, scratch) as running:
+    plan = steered(make_plan(case, source.spec, MACHINE, None), way.device_rows, way.prefill_tokens)
+    with closing(base.load(engine.kind(way.engine).target)(plan)) as running:
         padding = running.cannot_pad() or ""
         if not way.rows:
             return side_by_side(running, reference), padding

@@ -71,26 +71,20 @@ def _repeat(*kinds: object) -> Callable[[int], list[object]]:
 
 # Settings of single types that their sizes by name cannot have.
 ADJUSTMENTS: dict[str, dict[str, Any]] = {
-    # heads x head dim = expand x hidden size
-    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]},  # heads x head dim = expand x hidden size
     # heads x head dim = expand x hidden size; the default has no kinds of layers
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": _repeat("linear_attention", "full_attention")},
-    # heads x head dim = expand x hidden size
-    "falcon_h1": {"mamba_n_heads": 16, "mamba_d_ssm": 128},
-    # heads x head dim = expand x hidden size
-    "mamba2": {"num_heads": 8},
+    "falcon_h1": {"mamba_n_heads": 16, "mamba_d_ssm": 128},  # heads x head dim = expand x hidden size
+    "mamba2": {"num_heads": 8},  # heads x head dim = expand x hidden size
     # shared weights need several hybrid layers to be shared by; attention is twice as wide as the rest
     "zamba": {
         "layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid"),
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
     },
-    # head_dim is that of rotary positions
-    "longcat_flash": {"head_dim": 8},
-    # widths of heads are rounded up to 64 values in all
-    "xlstm": {"qk_dim_factor": 1.0},
-    # a language has to be chosen
-    "xmod": {"default_language": "en_XX"},
+    "longcat_flash": {"head_dim": 8},  # head_dim is that of rotary positions
+    "xlstm": {"qk_dim_factor": 1.0},  # widths of heads are rounded up to 64 values in all
+    "xmod": {"default_language": "en_XX"},  # a language has to be chosen
     # shared weights need several hybrid layers to be shared by
     "zamba2": {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
     # the default has one kind of layers, the code has two; the default has no rotary parameters for them
@@ -140,12 +134,10 @@ ADJUSTMENTS: dict[str, dict[str, Any]] = {
         "indexer_types": lambda depth: ["full"] * 4 + ["shared", "full"] * (depth // 2 - 2),
         "kv_source_layers": lambda depth: [0, 1, 2, 3] + [2] * (depth - 4),
     },
-    # blocks of linear attention are no longer than windows
-    "minimax": {"block_size": WINDOW},
+    "minimax": {"block_size": WINDOW},  # blocks of linear attention are no longer than windows
     # the default has no experts, released checkpoints do
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
-    # the default has no kinds of layers
-    "lfm2_moe": {"layer_types": _repeat("conv", "conv", "full_attention")},
+    "lfm2_moe": {"layer_types": _repeat("conv", "conv", "full_attention")},  # the default has no kinds of layers
     # depth is the length of a list; axial positions have fixed sizes
     "reformer": {"attn_layers": _repeat("local", "lsh"), "axial_pos_embds": False},
     # the default has no sizes for its indexer and a vocabulary of 20 million n-grams
@@ -163,22 +155,15 @@ ADJUSTMENTS: dict[str, dict[str, Any]] = {
     },
     # the default attention has no rotary base, as released ones have
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
-    # head dim = rotary + plain dims in sliding layers
-    "dots3_note_text": {"head_dim": 32},
-    # images need names in the vocabulary
-    "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}},
-    # the default has no kinds of layers
-    "deepseek_ocr2_text": {"mlp_layer_types": _repeat("dense", "sparse")},
+    "dots3_note_text": {"head_dim": 32},  # head dim = rotary + plain dims in sliding layers
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 3, "<image>": 4}},  # images need names in the vocabulary
+    "deepseek_ocr2_text": {"mlp_layer_types": _repeat("dense", "sparse")},  # the default has no kinds of layers
     # experts of text and of images have sizes of their own
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
     # the default has no layers that images go to
     "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
-    # the default names layers of a deep tower
-    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    # the default is refused by itself
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    # each of its layers runs several times, and roundings grow
-    "hrm_text": {"num_hidden_layers": 2},
-    # hash tables of half a million rows
-    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},  # the default names layers of a deep tower
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},  # the default is refused by itself
+    "hrm_text": {"num_hidden_layers": 2},  # each of its layers runs several times, and roundings grow
+    "blt": {"encoder_hash_byte_group_vocab": 64},  # hash tables of half a million rows
 }

@@ -77,9 +77,8 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 def _kinds(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of layers that a configuration names."""
-    values = ((name, getattr(config, name, None)) for name in KINDS)
-    return {f"{name} {item}" for name, items in values if isinstance(items, list | tuple) for item in items
-            if isinstance(item, str)}  # fmt: skip
+    values = [(name, getattr(config, name, None) or ()) for name in KINDS]
+    return {f"{name} {item}" for name, items in values for item in items if isinstance(item, str)}
 
 
 def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig:
@@ -100,9 +99,9 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
         elif name in SETTINGS:
             settings[name] = SETTINGS[name]
         elif isinstance(value, int) and not isinstance(value, bool):
-            size = _size(name, depth)
+            size: Any = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
             if size is not None:
-                settings[name] = size if size == depth else min(value, size)
+                settings[name] = depth if size in ("depth", depth) else min(value, size)
     if "kv_lora_rank" in names and "num_key_value_heads" in names:  # heads of latent attention share no keys
         settings["num_key_value_heads"] = settings.get("num_attention_heads")
     settings |= {name: size for name, size in UNSET.items() if name in names and _value(default, name) is None}
@@ -125,7 +124,8 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
     overrides = default.to_dict().get("per_layer_config")
     if overrides and "layer_types" in settings:
         settings["per_layer_config"] = _per_layer(default, overrides, settings)
-    return config_class(**settings | {name: _resolved(value, depth) for name, value in adjusted.items()})
+    adjusted = {name: value(depth) if callable(value) else value for name, value in adjusted.items()}
+    return config_class(**settings | adjusted)
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
@@ -154,16 +154,6 @@ def _per_layer(
     }
 
 
-def _resolved(value: Any, depth: int) -> Any:
-    """Return the value of an adjustment, perhaps a function of depth."""
-    return value(depth) if callable(value) else value
-
-
-def _size(name: str, depth: int) -> int | None:
-    size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
-    return depth if size == "depth" else size  # type: ignore[return-value]
-
-
 def cut(values: Sequence[Any], depth: int) -> list[Any]:
     """Return the first `depth` of `values`, one for each layer. Kinds that first occur later take the last places."""
     kept = [values[index % len(values)] for index in range(depth)]
@@ -178,23 +168,16 @@ def small_model(subject: Subject, gain: float = GAINS[0]) -> PreTrainedModel:
         config = small_config(subject.type)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+        if size > MAX_PARAMETERS:
+            raise CannotBuild(f"{size / 1e6:.0f}M parameters with small sizes")
+        torch.manual_seed(1)
+        model = auto.from_config(config, dtype=torch.float32).eval()
     except CannotBuild:
         raise
     except Exception as error:
-        raise CannotBuild(_line(error)) from error
-    if size > MAX_PARAMETERS:
-        raise CannotBuild(f"{size / 1e6:.0f}M parameters with small sizes")
-    torch.manual_seed(1)
-    try:
-        model = auto.from_config(config, dtype=torch.float32).eval()
-    except Exception as error:
-        raise CannotBuild(_line(error)) from error
+        raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     randomise(model, gain)
     return model
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @torch.no_grad()

@@ -226,8 +226,8 @@ def _pack(directory: Path, folder: Path, *more: str) -> None:
 
 
 def run(way: Way, directory: Path, reference: Reference, scratch: Path) -> tuple[Tensor | None, str]:
-    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``, and why rows cannot be padded, if they cannot. No
-    errors if the way does not apply."""
+    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. None if the way does not apply. The text says why
+    rows cannot be padded, if they cannot."""
     options = dict(way.options)
     if way.packed:
         options["packed"] = str(scratch / "packed")

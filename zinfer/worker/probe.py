@@ -203,7 +203,7 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
 
 @contextmanager
 def _attending(size: int, sharing: int = 1) -> Iterator[tuple[Callable[[], object], int]]:
-    """Yield a function that attends to 512 tokens a sequence, with as many threads; and the bytes it reads."""
+    """Yield a function that attends to 512 tokens a sequence. Its bytes come with it."""
     from zinfer.engine.stream.kv.cpu import attend_all
 
     heads = 32 // sharing

@@ -15,6 +15,7 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.progress import Progress
 from zinfer.core.value import Frozen
+from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
@@ -39,11 +40,22 @@ class Session:
     def __init__(self, on_progress: Progress, instead: Mapping[str, Function] | None = None) -> None:
         self.on_progress = on_progress
         self.facts = Facts()
-        self.engine: Engine = None  # type: ignore[assignment] # until a load
+        self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
         self._fault: Exception | None = None  # exception of that
         self._instead = instead or {}
+
+    @property
+    def engine(self) -> "Engine":
+        """Loaded engine. Raises EngineError if there is none."""
+        if self._engine is None:
+            raise EngineError("no engine is loaded")
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: "Engine") -> None:
+        self._engine = engine
 
     @property
     def plan(self) -> Plan:
@@ -100,9 +112,9 @@ class Session:
             if self.scheduler is not None:
                 self.scheduler.end()
         self.scheduler = self.unfinished = self._fault = None
-        if self.engine is not None and engine:
-            self.engine.close()
-        self.engine = None  # type: ignore[assignment]
+        loaded, self._engine = self._engine, None
+        if loaded is not None and engine:
+            loaded.close()
 
 
 def import_engine(target: str, early: bool) -> "MakeEngine":

@@ -124,10 +124,8 @@ class Grammar:
         return self.compiled.done()
 
     def fill(self, rows: "Sequence[Tensor]", drafts: Sequence[int]) -> None:
-        """Write masks of the next token and of those behind `drafts`.
-
-        Each of `rows`, int32 ``[W]``, gets one. Behind a draft that is not permitted they stay as they are.
-        """
+        """Write masks of the next token and of those behind `drafts`. Each of `rows`, int32 ``[W]``, gets one. Behind a
+        draft that is not permitted they stay as they are."""
         matcher, new = self.compiled.result(), self._output_ids[self._consumed :]
         if not matcher.consume_tokens(new):
             self.error = str(_wrong(matcher.get_error() or "a token does not follow it"))

@@ -53,10 +53,8 @@ class LogitEdits:
 
 
 class EditedRow(NamedTuple):
-    """Changes of a row's logits; `ahead` are drafts that precede the token to choose.
-
-    `mask` has a bit for each token that the row's grammar permits, int32 ``[ceil(V / 32)]``.
-    """
+    """Changes of a row's logits; `ahead` are drafts that precede the token to choose. `mask` has a bit for each token
+    that the row's grammar permits, int32 ``[ceil(V / 32)]``."""
 
     edits: LogitEdits
     ahead: Sequence[int] = ()

@@ -96,12 +96,10 @@ def choose(
 
 
 def distribution(logits: Tensor, samplings: Sequence[Sampling], nucleus: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return probabilities to draw by, float32 ``[n, V]``; their order if sorted.
-
-    As in vLLM, `top_p` is a share of what `min_p` and `top_k` leave (Holtzman et al. 2020, arXiv:1904.09751; Nguyen et
-    al. 2024, arXiv:2407.01082), and of equal tokens at the edge of `top_k` all stay. Without `nucleus` no row has a
-    `top_p`. Those of a nucleus do not add up to 1.
-    """
+    """Return probabilities to draw by, float32 ``[n, V]``; their order if sorted. As in vLLM, `top_p` is a share of
+    what `min_p` and `top_k` leave (Holtzman et al. 2020, arXiv:1904.09751; Nguyen et al. 2024, arXiv:2407.01082), and
+    of equal tokens at the edge of `top_k` all stay. Without `nucleus` no row has a `top_p`. Those of a nucleus do not
+    add up to 1."""
 
     def column(values: list[float]) -> Tensor:
         return to_device(torch.tensor(values), logits.device)[:, None]

@@ -47,10 +47,8 @@ class Checkpoint(NamedTuple):
     ends: tuple[int, ...] = ()
 
     def encode(self, prompt: Any, special: bool, max_tokens: int | None) -> list[int] | int:
-        """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError.
-
-        Also for the grammar of its answer.
-        """
+        """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError. Also for the grammar
+        of its answer."""
         limit = sys.maxsize if max_tokens is None else max_tokens
         if isinstance(prompt, dict):
             if prompt.get("grammar"):

@@ -68,10 +68,8 @@ def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> 
 
 @dataclass
 class AccuracyStudy:
-    """Study to run: the plans to compare, at their batch size, and the text with the number of its samples.
-
-    `loading` is called before each load. `rows` grows while it runs.
-    """
+    """Study to run: the plans to compare, at their batch size, and the text with the number of its samples. `loading`
+    is called before each load. `rows` grows while it runs."""
 
     reference: Plan
     settings: Sequence[Plan]
@@ -84,10 +82,8 @@ class AccuracyStudy:
     rows: list[Deviation | Failed] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run the reference, then every setting; failed and cancelled ones become rows, too.
-
-        Raises WorkerError if the reference fails, StudyError for too short a text or too full a disk, Interrupted.
-        """
+        """Run the reference, then every setting; failed and cancelled ones become rows, too. Raises WorkerError if the
+        reference fails, StudyError for too short a text or too full a disk, Interrupted."""
         spec, load = self.reference.model, self.reference.case.workload
         with scratch.folder(Path(tempfile.gettempdir()), "logits") as temporary:
             folder = temporary.path

@@ -33,12 +33,10 @@ Batches = Generator[Try, Answer, None]
 
 
 def search(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the batch with the most output tokens a second.
-
-    `first` are timed, then doubles, until two of them gain less than `PLATEAU`, or memory ends. There untimed tries
-    begin at `guess`, proceed in growing strides, then by bisection, and the largest batch that runs is timed. An answer
-    is sent in for every batch yielded; any status but ``ok`` counts as not running.
-    """
+    """Search for the batch with the most output tokens a second. `first` are timed, then doubles, until two of them
+    gain less than `PLATEAU`, or memory ends. There untimed tries begin at `guess`, proceed in growing strides, then by
+    bisection, and the largest batch that runs is timed. An answer is sent in for every batch yielded; any status but
+    ``ok`` counts as not running."""
     listed_first = sorted(first)
     start = 2 * listed_first[-1] if listed_first else 1
     rates: dict[int, float] = {}

@@ -21,10 +21,8 @@ FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of
 
 @dataclass(eq=False)
 class Driver:
-    """Owner of a worker: starts, loads, lends, restarts and ends it.
-
-    `on_loading` is called before each load; `signals` raise Interrupted only while the worker is waited for.
-    """
+    """Owner of a worker: starts, loads, lends, restarts and ends it. `on_loading` is called before each load; `signals`
+    raise Interrupted only while the worker is waited for."""
 
     make_worker: Callable[[], Client]
     on_loading: Callable[[Plan], object] = lambda _plan: None
@@ -96,10 +94,8 @@ class Driver:
 
 
 class Window:
-    """Limit of the rows in a worker. None until one fails, then fewer, and more again as rows end.
-
-    With `lasting` it never exceeds half of the rows with which a worker failed; otherwise it goes once it is large.
-    """
+    """Limit of the rows in a worker. None until one fails, then fewer, and more again as rows end. With `lasting` it
+    never exceeds half of the rows with which a worker failed; otherwise it goes once it is large."""
 
     def __init__(self, lasting: bool = False) -> None:
         self._lasting, self._failed, self._ended = lasting, 0, 0

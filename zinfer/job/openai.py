@@ -72,10 +72,8 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 class Refused(ZinferError):
-    """Request that cannot be served: the reason, OpenAI's `code`, the parameter, and the status of HTTP.
-
-    It may come again after `retry_s`.
-    """
+    """Request that cannot be served: the reason, OpenAI's `code`, the parameter, and the status of HTTP. It may come
+    again after `retry_s`."""
 
     def __init__(
         self, code: str, message: str, param: str | None = None, status: int = 400, retry_s: int | None = None
@@ -108,10 +106,8 @@ NO_TOOLS = Tools()
 
 
 class Asked(NamedTuple):
-    """Request of a body. `seed`, which `sampling` lacks, and `output_len` are None where it has none.
-
-    `logprobs` is the number of alternatives with a log-probability, None without log-probabilities.
-    """
+    """Request of a body. `seed`, which `sampling` lacks, and `output_len` are None where it has none. `logprobs` is the
+    number of alternatives with a log-probability, None without log-probabilities."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -219,10 +215,8 @@ def served_name(model: str) -> str:
 
 
 def answer_limit(asked: int | None, length: int, positions: int | None, output_len: int) -> int:
-    """Return the maximum of tokens of an answer: `asked`, else `output_len`.
-
-    Raises Refused where the model has not enough `positions` for it.
-    """
+    """Return the maximum of tokens of an answer: `asked`, else `output_len`. Raises Refused where the model has not
+    enough `positions` for it."""
     left = math.inf if positions is None else positions - length
     limit = int(min(output_len, max(1, left))) if asked is None else asked
     if limit > left:
@@ -554,10 +548,8 @@ def error_object(
 def text_logprobs(
     scores: Sequence[TokenScore], top: int, prompt: EchoedPrompt | None = None, offset: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of ``/v1/completions``. Those of an echoed prompt are included.
-
-    The first token of a prompt has none. Text begins at `offset`.
-    """
+    """Return log-probabilities in the form of ``/v1/completions``. Those of an echoed prompt are included. The first
+    token of a prompt has none. Text begins at `offset`."""
     every = [*(prompt.scores if prompt is not None else ()), *scores]
     tokens = [score.token for score in every]
     values: list[float | None] = [_finite(score.logprob) for score in every]

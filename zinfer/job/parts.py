@@ -54,11 +54,9 @@ def read_part(output: Path, shard: Shard, sweep: Sweep) -> Part:
 
 
 def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -> Outcome:
-    """Append the points of the parts to `output`, once each; return all.
-
-    Raises ShardError for a foreign part, for an `output` of another recipe without `force`, and, if the sweep has to be
-    `whole`, for parts that are missing or not complete; StoreError.
-    """
+    """Append the points of the parts to `output`, once each; return all. Raises ShardError for a foreign part, for an
+    `output` of another recipe without `force`, and, if the sweep has to be `whole`, for parts that are missing or not
+    complete; StoreError."""
     path = parts_path(output)
     shards = whole_split(path) if whole else shards_begun(path)
     parts = {shard: read_part(output, shard, sweep) for shard in shards}

@@ -110,17 +110,13 @@ class SweepLoad(Frozen):
 
 
 class Sweep(Frozen):
-    """Axes of a sweep: every tuple is an axis, and the sweep is their product.
-
-    `batch_size` lists the batches to measure, or is "auto": double until two doublings together gain less than 5%, or
-    memory runs out; then bisect to the largest batch that runs ("1,8,32,auto" measures these and goes on behind them).
-    The engine "peer" is the one to compare `stream` with. No point begins after `minutes`, each load having its part of
-    them; 0 is no bound.
-
-    A sweep with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`)
-    and open loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds`
-    times, each time with the model loaded anew.
-    """
+    """Axes of a sweep: every tuple is an axis, and the sweep is their product. `batch_size` lists the batches to
+    measure, or is "auto": double until two doublings together gain less than 5%, or memory runs out; then bisect to the
+    largest batch that runs ("1,8,32,auto" measures these and goes on behind them). The engine "peer" is the one to
+    compare `stream` with. No point begins after `minutes`, each load having its part of them; 0 is no bound. A sweep
+    with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`) and open
+    loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds` times,
+    each time with the model loaded anew."""
 
     description: str = Field(default="", max_length=DESCRIPTION)
     model: Axis[Annotated[Name, AfterValidator(lambda name: catalogue_name(name) or name)]]
@@ -207,12 +203,9 @@ class Sweep(Frozen):
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
-        """Yield the loads, with engine recipes resolved and options validated.
-
-        An engine goes without an option that only others of the sweep have. With `planning` any engine takes the
-        options of `PlanOptions`, which it may lack. Raises OptionError for an unknown option and for a wrong value,
-        RecipeError for an unknown engine.
-        """
+        """Yield the loads, with engine recipes resolved and options validated. An engine goes without an option that
+        only others of the sweep have. With `planning` any engine takes the options of `PlanOptions`, which it may lack.
+        Raises OptionError for an unknown option and for a wrong value, RecipeError for an unknown engine."""
         recipes = {(name, offload): engine_recipe(name, offload) for name in self.engine for offload in self.offload}
         axes = self.model, self.layers, self.engine, self.weights, self.offload
         for model, layers, name, weights, offload in product(*axes):

@@ -29,10 +29,8 @@ class RequestsError(documents.DocumentError):
 
 
 class AskedRequest(NamedTuple):
-    """Request of a load: its prompt, a text or a chat's messages, or None for `input_len` random tokens.
-
-    Its answer has `output_len` tokens, sampled as it asks. The `input_len` of a text is an estimate.
-    """
+    """Request of a load: its prompt, a text or a chat's messages, or None for `input_len` random tokens. Its answer has
+    `output_len` tokens, sampled as it asks. The `input_len` of a text is an estimate."""
 
     prompt: Any
     input_len: int

@@ -24,9 +24,8 @@ class Interrupted(KeyboardInterrupt):
 
 class Signals:
     """Context that defers SIGINT and SIGTERM. They raise Interrupted only inside `raised`, where a worker is waited
-    for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk.
-
-    With other `numbers` only those signals are handled so. `on_signal` is called for each."""
+    for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk. With
+    other `numbers` only those signals are handled so. `on_signal` is called for each."""
 
     def __init__(self, *numbers: int, on_signal: Callable[[int], object] = lambda _number: None) -> None:
         self._numbers, self._on_signal = numbers or ending.SIGNALS, on_signal
@@ -48,11 +47,9 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let signals raise Interrupted within the block, also earlier ones.
-
-        A library within may turn the exception into an error of its own (pydantic does so without a cause), or drop it:
-        it is raised again at the end of the block.
-        """
+        """Let signals raise Interrupted within the block, also earlier ones. A library within may turn the exception
+        into an error of its own (pydantic does so without a cause), or drop it: it is raised again at the end of the
+        block."""
         try:
             self._waiting = True
             self._raise_pending()

@@ -77,10 +77,8 @@ def ebnf(text: str) -> dict[str, Any]:
 
 
 def grammar(form: Form, answer: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """Return the grammar of an `answer`, a call of `tools`, or either.
-
-    A thought may precede it, and there may be `several` calls, where the form has any. `answer` or `tools` is there.
-    """
+    """Return the grammar of an `answer`, a call of `tools`, or either. A thought may precede it, and there may be
+    `several` calls, where the form has any. `answer` or `tools` is there."""
     named = {} if answer is None else {"answer": answer}
     calls, rules = [], list[str]()
     for number, tool in enumerate(tools):
@@ -144,10 +142,8 @@ Taken = Generator[None, None, tuple[str, str]]
 
 
 class Parser:
-    """Take an answer to a prompt apart as it comes. Calls of others than `tools` are content.
-
-    `calls` counts calls so far.
-    """
+    """Take an answer to a prompt apart as it comes. Calls of others than `tools` are content. `calls` counts calls so
+    far."""
 
     def __init__(self, form: Form, tools: Sequence[str], prompt_ids: Sequence[int]) -> None:
         self.calls = 0
@@ -237,10 +233,8 @@ class Parser:
                 _, mark = yield from self._take("", _NEXT)
 
     def _take(self, part: str, *marks: str, blank: str | None = "") -> Taken:
-        """Say text up to one of `marks` as `part`; "" holds it. Return what was not said, and the mark.
-
-        `blank` characters at the end are not said.
-        """
+        """Say text up to one of `marks` as `part`; "" holds it. Return what was not said, and the mark. `blank`
+        characters at the end are not said."""
         held = ""
         while True:
             text = self._rest

@@ -79,13 +79,10 @@ def prepare(
     requests: Sequence[RequestSet] = (),
     loads: Iterable[SweepLoad] | None = None,
 ) -> list[LoadJob]:
-    """Plan the sweep's loads, or the given ones of them.
-
-    `resolve` finds a load's model and weights; `locate` its engine, or None for an engine without that offload: such a
-    combination is left out. `requests` come from `zinfer.job.requests.request_sets`.
-
-    Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
-    """
+    """Plan the sweep's loads, or the given ones of them. `resolve` finds a load's model and weights; `locate` its
+    engine, or None for an engine without that offload: such a combination is left out. `requests` come from
+    `zinfer.job.requests.request_sets`. Raises ModelError if lengths exceed a model's positions, unless `positions` is
+    False."""
     jobs = []
     for load in sweep.loads() if loads is None else loads:
         target = locate(load)
@@ -110,11 +107,9 @@ def prepare(
 
 
 def _chosen(sweep: Sweep, planner: Planner) -> Iterator[Planner]:
-    """Yield the planners of a load: its own if it fits, and a faster one.
-
-    The latter has a fixed share of layers that stay, which may leave what fits host memory. It is measured as well
-    where neither shares nor batches were asked for, as a measurement decides.
-    """
+    """Yield the planners of a load: its own if it fits, and a faster one. The latter has a fixed share of layers that
+    stay, which may leave what fits host memory. It is measured as well where neither shares nor batches were asked for,
+    as a measurement decides."""
     case, fits = planner.case, planner.plan.fits
     if fits:
         yield planner

@@ -31,11 +31,9 @@ def job_path(output: Path) -> Path:
 
 
 class Ledger(Closing):
-    """Files of one job, open for this process alone. Make one with `Ledger.open`.
-
-    `done` holds the answers in the output by id, `made` the tokens of unfinished rows by id, `created` the time of the
-    job's first start, in seconds since 1970; `damaged` are the lines of both files that were left out.
-    """
+    """Files of one job, open for this process alone. Make one with `Ledger.open`. `done` holds the answers in the
+    output by id, `made` the tokens of unfinished rows by id, `created` the time of the job's first start, in seconds
+    since 1970; `damaged` are the lines of both files that were left out."""
 
     def __init__(self, output: AppendLog) -> None:
         self.done: dict[str, Done] = {}
@@ -47,11 +45,9 @@ class Ledger(Closing):
 
     @classmethod
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
-        """Start or continue the job of `settings` in `output`. A first start is at `created`.
-
-        With `force` the answers of another job stay. Raises JobChanged for another job's output, StoreError for one
-        that is no batch output, that another process writes, or that cannot be written; nothing is changed then.
-        """
+        """Start or continue the job of `settings` in `output`. A first start is at `created`. With `force` the answers
+        of another job stay. Raises JobChanged for another job's output, StoreError for one that is no batch output,
+        that another process writes, or that cannot be written; nothing is changed then."""
         ledger = cls(AppendLog.open(output))
         try:
             ledger._open(settings, created, force)

@@ -23,11 +23,9 @@ class Merged(NamedTuple):
 
 
 def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], force: bool = False) -> Merged:
-    """Write all answers to `output` in order, or change nothing.
-
-    `prompts` is the digest of the requests' file. Raises ShardError for shards of several jobs or of other requests,
-    for answers that are missing, doubled or foreign, and for another `output` without `force`; StoreError.
-    """
+    """Write all answers to `output` in order, or change nothing. `prompts` is the digest of the requests' file. Raises
+    ShardError for shards of several jobs or of other requests, for answers that are missing, doubled or foreign, and
+    for another `output` without `force`; StoreError."""
     shards = whole_split(output)
     header = _header(shards, output, prompts)
     answers: list[bytes] = [b""] * len(requests)

@@ -16,11 +16,9 @@ def requests_of(
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Request], list[Fault]]:
-    """Return lines as requests, keyed by their numbers, and the faults.
-
-    `prompts` are token ids or refusals; `positions` and `vocab_size` the model's; `output_len` limits a line that names
-    no limit. `output_ids` are tokens made so far, by id: a row that cannot have made them begins again.
-    """
+    """Return lines as requests, keyed by their numbers, and the faults. `prompts` are token ids or refusals;
+    `positions` and `vocab_size` the model's; `output_len` limits a line that names no limit. `output_ids` are tokens
+    made so far, by id: a row that cannot have made them begins again."""
     requests: list[Request] = []
     faults: list[Fault] = []
     for number, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):

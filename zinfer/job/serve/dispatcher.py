@@ -38,11 +38,9 @@ State = Literal["loading", "ready", "draining", "ended"]
 
 
 class Settings(NamedTuple):
-    """Settings of a server: the model's name in answers and other names of it, its key, and its limits.
-
-    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
-    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory.
-    """
+    """Settings of a server: the model's name in answers and other names of it, its key, and its limits. `output_len` is
+    the limit of an answer to a request that names none; `drain_s` are the seconds that running requests have at the
+    end; KV caches of earlier requests may take `cache_size` bytes of host memory."""
 
     model: str
     key: str | None = None
@@ -64,9 +62,8 @@ def queue_full() -> Refused:
 @dataclass(eq=False, kw_only=True)
 class Answer(Request):
     """One answer to a request of HTTP: the worker's request, its prompt, and what the event loop has not sent yet.
-
-    Fields up to `began` belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
-    """
+    Fields up to `began` belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event
+    loop."""
 
     prompt: Prompt
     asked: Asked
@@ -106,11 +103,9 @@ Post = Callable[[list[tuple[Answer, Update]]], None]
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Queue of rows, and the thread that has a worker answer them.
-
-    `load` is the largest load to reckon with. `tokenizer`, which is closed at the end, reads prompts. The server sets
-    `post`, which receives the updates of rows, and `on_end`; both are called from the thread.
-    """
+    """Queue of rows, and the thread that has a worker answer them. `load` is the largest load to reckon with.
+    `tokenizer`, which is closed at the end, reads prompts. The server sets `post`, which receives the updates of rows,
+    and `on_end`; both are called from the thread."""
 
     plan: Plan
     make_worker: Callable[[], Client]
@@ -339,11 +334,8 @@ class Dispatcher:
         self.post(updates)
 
     def _retry(self, error: WorkerError) -> None:
-        """Try rows of a failed worker again, fewer at a time.
-
-        Rows whose text was handed out fail. One that fails alone is given up, but not at the first death of a worker,
-        which may have had another cause.
-        """
+        """Try rows of a failed worker again, fewer at a time. Rows whose text was handed out fail. One that fails alone
+        is given up, but not at the first death of a worker, which may have had another cause."""
         died = self._driver.failed(error)
         rows, self._sent, self.running = list(self._sent.values()), {}, 0
         if rows:

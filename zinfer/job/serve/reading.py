@@ -57,11 +57,8 @@ class _Turns(queue.Queue[_Part | None]):
 
 
 class Reader:
-    """Threads that read prompts.
-
-    `on_read` gets each owner with its token ids, or the reason why there are none, from a thread; prompts of owners
-    that `wanted` denies are left out.
-    """
+    """Threads that read prompts. `on_read` gets each owner with its token ids, or the reason why there are none, from a
+    thread; prompts of owners that `wanted` denies are left out."""
 
     def __init__(
         self, tokenizer: Tokenizes, on_read: Callable[[Any, Ids], None], wanted: Callable[[Any], bool]

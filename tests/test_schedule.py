@@ -81,8 +81,8 @@ class Engine:
 
     def run(self, schedule: Schedule, clock: PassTimes) -> tuple[list[PlannedWork], float]:
         """Carry out the next pass; return its works and its seconds."""
-        planned = schedule.plan()
-        for kind, batch, sources in planned.moves:
+        moves, works = schedule.plan()
+        for kind, batch, sources in moves:
             if kind == "admit":
                 assert len(batch.rows) >= 1
                 self.live[batch] = len(batch.rows), batch.length, batch.capacity
@@ -105,17 +105,16 @@ class Engine:
             else:
                 self.live.pop(batch)
         assert {id(batch) for batch in schedule.batches} == {id(batch) for batch in self.live}
-        assert len(planned.works) <= 1 or self.able.one_pass
-        assert len({id(work.batch) for work in planned.works}) == len(planned.works)
-        for batch, count in planned.works:
+        assert len(works) <= 1 or self.able.one_pass
+        assert len({id(work.batch) for work in works}) == len(works)
+        for batch, count in works:
             rows, length, capacity = self.live[batch]
             assert length == batch.length
             assert count >= 1
             assert length + count <= capacity
             assert self.able.chunks or batch.running or count == batch.width - length
             self.live[batch] = rows, length + count, capacity
-        seconds = clock.seconds(load_of_pass(planned.works))
-        return planned.works, seconds
+        return works, clock.seconds(load_of_pass(works))
 
 
 class Pass(NamedTuple):
@@ -147,7 +146,7 @@ class Served:
         first = len(self.left)
         rows = [row(first + number, input_len, left, request) for number in range(count)]
         self.left |= {row.key: left for row in rows}
-        self.schedule.add(rows)
+        self.schedule.waiting.add(rows)
 
     def step(self) -> Pass | None:
         waiting = len(self.schedule.waiting)
@@ -161,7 +160,7 @@ class Served:
                     self.tokens[row.owner] += 1
                     self.left[row.key] -= 1
                     ended += [row.key] * (self.left[row.key] == 0)
-        self.schedule.done(works, seconds, ended)
+        self.schedule.done(works, seconds, ended, {})
         return Pass(seconds, tokens, waiting, len(works), self.engine.reserved) if works else None
 
     def until(self, fact: Callable[[], bool], max_passes: int) -> int:
@@ -199,7 +198,7 @@ def simulate(
     schedule._early, schedule._tokens = round(1e6 * ending), round(1e6 * (1 - ending))
     schedule.reusable = lambda row: (kept or {}).get(row.key, 0)
     served.left = {row.key: min(row.left, (ends or {}).get(row.key, 1 << 30)) for row in rows}
-    schedule.add(rows)
+    schedule.waiting.add(rows)
     passes: list[Pass] = []
     while schedule.busy:
         if (done := served.step()) is None:
@@ -319,11 +318,11 @@ def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
 
 def test_rows_that_are_dropped_give_their_room_back() -> None:
     schedule, engine = Schedule(times(), Limits(1_000_000)), Engine(Abilities())
-    schedule.add(row(key, 100, 50) for key in range(10))
+    schedule.waiting.add(row(key, 100, 50) for key in range(10))
     for _ in range(3):
-        schedule.done(*engine.run(schedule, times()), ())
+        schedule.done(*engine.run(schedule, times()), (), {})
     schedule.drop(range(9))
-    schedule.done(*engine.run(schedule, times()), ())
+    schedule.done(*engine.run(schedule, times()), (), {})
     assert [row.key for row in schedule.running] == [9]
     assert sum(rows for rows, _, _ in engine.live.values()) == 1
     schedule.drop([9])
@@ -605,7 +604,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share
     batches, merged, seen = 0, 0, set[int]()
     while coming or schedule.busy:
         free = rows - len(schedule.running) - len(schedule.waiting)
-        schedule.add(coming[:free])
+        schedule.waiting.add(coming[:free])
         del coming[:free]
         before = [batch for batch in schedule.batches if batch.on_host]
         works, seconds = engine.run(schedule, truth)
@@ -624,7 +623,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share
         alive = [row.key for batch in ready for row in batch.living]
         for key in alive:
             left[key] -= 1
-        schedule.done(works, seconds, [key for key in alive if not left[key]])
+        schedule.done(works, seconds, [key for key in alive if not left[key]], {})
         passes.append((seconds, len(alive)))
     assert not any(left.values())
     full = passes[32:-32]  # without the rows that begin first and end last
@@ -639,7 +638,7 @@ def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.c
     for number in range(max_passes):
         if schedule.limits == goal:
             return number
-        schedule.done([], 1.0, [])
+        schedule.done([], 1.0, [], {})
     raise AssertionError(schedule.limits)
 
 
@@ -647,7 +646,7 @@ def test_limits_rise_again_after_memory_fell_short() -> None:
     """All rows wait again; a second shortage lowers the limits further."""
     whole = Limits(10_000, 40, 3000)
     schedule = Schedule(times(), whole)
-    schedule.add(row(key, 256, 64) for key in range(30))
+    schedule.waiting.add(row(key, 256, 64) for key in range(30))
 
     def short() -> Limits:
         Engine(Abilities()).run(schedule, times())
@@ -664,7 +663,7 @@ def test_limits_rise_again_after_memory_fell_short() -> None:
 
     assert short().positions < whole.positions
     assert calm_until(schedule, whole) > TUNED.calm
-    schedule.done([], 1.0, [])
+    schedule.done([], 1.0, [], {})
     assert schedule.limits == whole, "never above what they were at first"
     lowered = short()
     assert short().positions < lowered.positions, "twice in a row: once more than was too much"

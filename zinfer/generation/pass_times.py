@@ -83,8 +83,8 @@ class PassTimes:
     @property
     def max_batches(self) -> int:
         """Micro-batches whose launches leave the pass time for other work."""
-        tuned, each = tuning.TUNED, self._batch_s
-        if not each:
+        tuned, each = tuning.TUNED, self._joined_s if self.joins else max(self._launch_s, self._read_s)
+        if not each:  # the plan does not know what one more micro-batch takes
             return tuned.few_batches
         return min(tuned.many_batches, max(2, int(tuned.batches_share * self.link_s / each)))
 
@@ -93,11 +93,6 @@ class PassTimes:
         """Maximum of micro-batches in host memory. They share a forward pass, and are slow to merge."""
         tuned, each = tuning.TUNED, self._joined_s
         return max(self.max_batches, int(tuned.batches_share * self.link_s / each)) if each else tuned.many_batches
-
-    @property
-    def _batch_s(self) -> float:
-        """Seconds that one more micro-batch on the device adds to a pass; 0 if the plan does not know."""
-        return self._joined_s if self.joins else max(self._launch_s, self._read_s)
 
     def observe(self, load: PassLoad, seconds: float) -> None:
         """Correct the seconds by a measured pass: by the latest passes' median ratio."""
@@ -118,10 +113,7 @@ class PassTimes:
     def _scale(self, load: PassLoad, factor: float) -> None:
         """Scale the seconds that bound a pass with `load`: of launches, or of computing."""
         if self.launch_seconds(load) > self.compute_seconds(load):
-            self._launch_s *= factor
-            self._joined_s *= factor
-            return
-        self._prompt_s *= factor
-        self._row_s *= factor
-        self._position_s *= factor
-        self._read_s *= factor
+            self._launch_s, self._joined_s = self._launch_s * factor, self._joined_s * factor
+        else:
+            self._prompt_s, self._row_s = self._prompt_s * factor, self._row_s * factor
+            self._position_s, self._read_s = self._position_s * factor, self._read_s * factor

@@ -22,7 +22,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 from math import ceil
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,12 +34,11 @@ from zinfer.generation.pass_times import PassLoad, PassTimes
 from zinfer.generation.queue import Queue
 from zinfer.generation.sequence import Sequence
 from zinfer.plan import search
-from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.planner import Planner
 
 if TYPE_CHECKING:
     from zinfer.engine.base import MicroBatch
 
-NONE: Mapping[int, int] = MappingProxyType({})
 # Numbers of passes from now at which memory is counted, up to more than any row has tokens
 _TIMES = np.array([0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step, passes * 3 // 2))])
 
@@ -58,7 +56,7 @@ class PlannedBatch:
         self, rows: Several[Sequence | None], tokens: Several[int], width: int, capacity: int, length: int = 0
     ) -> None:
         self.rows: list[Sequence | None] = list(rows)
-        self._pads = [width - count for count in tokens]
+        self.pads = [width - count for count in tokens]
         self.width, self.capacity, self.length = width, capacity, length
         self.has_gaps = False  # True once positions between others were forgotten
         self._count()
@@ -66,7 +64,7 @@ class PlannedBatch:
     def _count(self) -> None:
         self.alive = [index for index, row in enumerate(self.rows) if row is not None]
         self.living = [row for row in self.rows if row is not None]
-        pads = [self._pads[index] for index in self.alive]
+        pads = [self.pads[index] for index in self.alive]
         self._padding, self._min_padding = sum(pads), min(pads, default=0)
 
     @property
@@ -83,13 +81,9 @@ class PlannedBatch:
     def reserved(self) -> int:
         return len(self.rows) * self.capacity
 
-    def initial_tokens(self, index: int) -> int:
-        """Return the tokens of a row that the micro-batch was made for."""
-        return self.width - self._pads[index]
-
     def computed(self, index: int) -> int:
         """Return the computed positions of a row without padding."""
-        return max(0, self.length - self._pads[index])
+        return max(0, self.length - self.pads[index])
 
     @property
     def needed(self) -> int:
@@ -102,7 +96,7 @@ class PlannedBatch:
         """Count the positions of a pass that rows keep, at least one; the others were forgotten."""
         longest = max(kept)
         self.length += longest
-        self._pads = [pad + longest - count for pad, count in zip(self._pads, kept, strict=True)]
+        self.pads = [pad + longest - count for pad, count in zip(self.pads, kept, strict=True)]
         self.has_gaps = self.has_gaps or min(kept) < longest
         self._count()
 
@@ -115,7 +109,7 @@ class PlannedBatch:
     def remove(self, indices: Collection[int]) -> None:
         """Remove rows; the others close up."""
         kept = [index for index in range(len(self.rows)) if index not in indices]
-        self.rows, self._pads = [self.rows[index] for index in kept], [self._pads[index] for index in kept]
+        self.rows, self.pads = [self.rows[index] for index in kept], [self.pads[index] for index in kept]
         self._count()
 
     @property
@@ -144,13 +138,6 @@ class PlannedWork(NamedTuple):
 
     batch: PlannedBatch
     tokens: int  # a row
-
-
-class PassPlan(NamedTuple):
-    """The moves before a pass, and its works."""
-
-    moves: list[Move]
-    works: list[PlannedWork]
 
 
 class Abilities(NamedTuple):
@@ -230,10 +217,6 @@ class Schedule:
     def __post_init__(self) -> None:
         self.waiting = Queue(self.arrivals)
 
-    def add(self, rows: Iterable[Sequence]) -> None:
-        """Let rows wait."""
-        self.waiting.add(rows)
-
     def drop(self, keys: Iterable[int]) -> None:
         """Discard rows, waiting or running; running ones are retired before the next pass."""
         gone = set(keys)
@@ -261,12 +244,12 @@ class Schedule:
 
     # A pass
 
-    def plan(self) -> PassPlan:
-        """Return the moves and works of the next pass; no works if nothing is left to do."""
+    def plan(self) -> tuple[list[Move], list[PlannedWork]]:
+        """Return the moves before the next pass, and its works; no works if nothing is left to do."""
         self._hold()
         self.begun, self._used = [], None
-        moves: list[Move] = []
-        self._retire(moves)
+        moves = [Move("retire", batch) for batch in self.batches if not batch.alive]
+        self.batches = [batch for batch in self.batches if batch.alive]
         if self.able.moves_rows:
             self._compact(moves)
             self._merge(moves)
@@ -274,31 +257,28 @@ class Schedule:
         if self.able.one_pass:
             self._make_way(moves)
             works = self._decoding()
-            return PassPlan(moves, works + self._prompts(moves, works))
+            return moves, works + self._prompts(moves, works)
         works = self._decoding()
         if any(not batch.running for batch in self.batches) or self._time_for_prompts(works):
             self._make_way(moves)
-            prompts = self._prompts(moves, [])
-            if prompts:
-                return PassPlan(moves, prompts[:1])
+            if prompts := self._prompts(moves, []):
+                return moves, prompts[:1]
             works = self._decoding()
         # Each micro-batch has a pass of its own: the one furthest behind comes first.
-        return PassPlan(moves, [max(works, key=lambda work: work.batch.max_remaining)] if works else [])
+        return moves, [max(works, key=lambda work: work.batch.max_remaining)] if works else []
 
     def _decoding(self) -> list[PlannedWork]:
         return [PlannedWork(batch, 1) for batch in self.batches if batch.running]
 
     def done(
-        self, works: Several[PlannedWork], seconds: float, ended: Iterable[int], gained: Mapping[int, int] = NONE
+        self, works: Several[PlannedWork], seconds: float, ended: Collection[int], gained: Mapping[int, int]
     ) -> None:
         """Count a pass that took `seconds`. Each row whose known tokens were computed has got a token, or as many as
         `gained` says by key, and has them by now; rows that `ended` (keys) are over. A row keeps a position for each
         token that it got; the others of a work were forgotten."""
-        over, tally = set(ended), self.tally
-        load = load_of_pass(works)
+        tally, load = self.tally, load_of_pass(works)
+        tally.prompts += load.prompt_tokens
         for batch, count in works:
-            if not batch.running:
-                tally.prompts += len(batch.rows) * count
             if batch.running and count > 1:
                 batch.keep([1 if row is None else gained.get(row.key, 1) for row in batch.rows])
             else:
@@ -307,35 +287,24 @@ class Schedule:
             tally.padded += batch.positions - batch.needed
             tally.computed += len(batch.rows) * count
             if batch.running:
-                self._count_tokens(batch, over, gained)
+                over = [row for row in batch.living if row.key in ended or row.left <= 0]
+                self._tokens += sum(gained.get(row.key, 1) for row in batch.living)
+                self._early += sum(row.left > 0 for row in over)
+                batch.end({row.key for row in over})
+                for row in over:
+                    self.waiting.turn(row.owner)
         if self.arrivals:  # prompts that do not fit into a pass take turns
             served = [batch for batch, _ in works if not batch.running]
             self.batches = [batch for batch in self.batches if batch not in served] + served
         tally.passes += 1
         tally.seconds += seconds
         self.times.observe(load, seconds)
-        self._raise_limits()
-
-    def _count_tokens(self, batch: PlannedBatch, over: Collection[int], gained: Mapping[int, int]) -> None:
-        ended = [row for row in batch.living if row.key in over or row.left <= 0]
-        self._tokens += sum(gained.get(row.key, 1) for row in batch.living)
-        self._early += sum(row.left > 0 for row in ended)
-        batch.end({row.key for row in ended})
-        for row in ended:
-            self.waiting.turn(row.owner)
-
-    def _raise_limits(self) -> None:
-        """Raise the limits by a step, after enough passes without a shortage."""
-        if self._whole is None or self.limits == self._whole:
-            return
+        whole, now, (higher, of) = self._whole, self.limits, tuning.TUNED.higher
         self._calm += 1
-        if self._calm >= tuning.TUNED.calm:
-            higher, of = tuning.TUNED.higher
-            whole, now, self._calm = self._whole, self.limits, 0
-            self.limits = now._replace(
-                positions=min(whole.positions, now.positions * higher // of + 1),
-                batch_positions=min(whole.batch_positions, now.batch_positions * higher // of + 1),
-            )
+        if whole is not None and self._calm >= tuning.TUNED.calm:  # no shortage for long
+            positions = min(whole.positions, now.positions * higher // of + 1)
+            batch_positions = min(whole.batch_positions, now.batch_positions * higher // of + 1)
+            self.limits, self._calm = now._replace(positions=positions, batch_positions=batch_positions), 0
 
     def fell_short(self) -> None:
         """Let all rows wait again, with lower limits for a while."""
@@ -347,7 +316,7 @@ class Schedule:
         self.tally.retries += 1
         self.tally.again += sum(batch.needed for batch in self.batches)
         rows, self.batches = self.running, []
-        self.add(rows)
+        self.waiting.add(rows)
 
     # Shares
 
@@ -398,8 +367,6 @@ class Schedule:
 
     def _give_up(self, moves: list[Move], rows: Several[Sequence]) -> None:
         """Take rows out of their micro-batches, and let them wait again."""
-        if not rows:
-            return
         gone = {id(row) for row in rows}
         for batch in list(self.batches):
             taken = tuple(index for index in batch.alive if id(batch.rows[index]) in gone)
@@ -408,20 +375,14 @@ class Schedule:
             if len(taken) == len(batch.alive):
                 taken = tuple(range(len(batch.rows)))
                 self.batches.remove(batch)
-            tokens = [batch.computed(index) for index in taken]
-            part = PlannedBatch(
-                [batch.rows[index] for index in taken], tokens, max(tokens), batch.capacity, max(tokens)
-            )
+            tokens, given = [batch.computed(index) for index in taken], [batch.rows[index] for index in taken]
+            part = PlannedBatch(given, tokens, max(tokens), batch.capacity, max(tokens))
             moves.append(Move("yield", part, ((batch, taken),)))
             batch.remove(taken)
-        self.add(rows)
+        self.waiting.add(rows)
         self._hold()
 
     # Moves
-
-    def _retire(self, moves: list[Move]) -> None:
-        moves += [Move("retire", batch) for batch in self.batches if not batch.alive]
-        self.batches = [batch for batch in self.batches if batch.alive]
 
     def _move_rows(self, moves: list[Move], sources: Several[PlannedBatch]) -> PlannedBatch:
         rows = [row for batch in sources for row in batch.living]
@@ -550,8 +511,10 @@ class Schedule:
             return work is not None
 
         unfinished = [batch for batch in self.batches if not batch.running]
-        share = self._share_of(budget, unfinished)
-        if self._newcomer and share < budget:  # with prompts of others under way
+        share, newcomer = budget, self._newcomer  # of an unfinished micro-batch or new request
+        if self.arrivals and len({row.owner for batch in unfinished for row in batch.living}) + newcomer > 1:
+            share = min(budget, max(min_tokens, budget // (len(unfinished) + newcomer)))
+        if newcomer and share < budget:  # with prompts of others under way
             admit(share, False)
         for batch in unfinished:
             rows, missing = len(batch.rows), batch.width - batch.length
@@ -562,14 +525,6 @@ class Schedule:
             if not self.waiting or not admit(budget, not (decoding or works)) or not self.able.one_pass:
                 break
         return works
-
-    def _share_of(self, budget: int, unfinished: Several[PlannedBatch]) -> int:
-        """Return a pass's prompt tokens per unfinished micro-batch or new request."""
-        requests = {row.owner for batch in unfinished for row in batch.living}
-        count = len(unfinished) + self._newcomer
-        if not self.arrivals or len(requests) + self._newcomer < 2:
-            return budget
-        return min(budget, max(tuning.TUNED.min_prompt_tokens, budget // count))
 
     def _flow(self) -> int:
         """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass."""
@@ -619,7 +574,8 @@ class Schedule:
         # Where a pass has one micro-batch, it takes whatever fits.
         alike = tuned.alike if able.one_pass else 0.0
         for row in self.waiting.front(tuned.front + (0 if able.one_pass else min(free_rows, tuned.max_rows))):
-            if taken and (len(taken) + 1) * largest > budget:
+            count = len(taken) + 1
+            if taken and (count * largest > budget or count > free_rows):
                 break
             length = row.length
             fresh = length - self.reusable(row)
@@ -628,24 +584,21 @@ class Schedule:
             unlike = shortest < alike * longest or min_new + tuned.reuse_slack < alike * max_new
             if not able.pads:
                 unlike = shortest < longest or min_new < max_new
-            if taken and (unlike or (len(taken) + 1) * max_new > budget):
+            if taken and (unlike or count * max_new > budget):
                 if not self.arrivals:
                     break
                 continue
-            if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.batch_positions:
+            if taken and count * self._capacity(longest, 1) > self.limits.batch_positions:
                 break
             need = self._need([row])
             if able.moves_rows is False:
-                after = self._held(len(taken) + 1, longest, max(end, row.left))
+                after = self._held(count, longest, max(end, row.left))
                 need = after - self._held(len(taken), width, end)
             if (used + need > self.limits.positions).any() and (taken or self.batches):
                 break
             taken.append(row)
             width, narrowest, largest, smallest = longest, shortest, max_new, min_new
-            end = max(end, row.left)
-            used = used + need
-            if len(taken) >= free_rows:
-                break
+            end, used = max(end, row.left), used + need
         self._used = used
         if not taken:
             return None
@@ -671,14 +624,16 @@ def largest_load(planner: Planner, needs: Several[tuple[int, int]], max_rows: in
 
     row_limit = min(len(needs), tuned.max_rows, max_rows or tuned.max_rows)
     place = plan_options(case.engine, case.options).kv_place
-    best = None if place == "none" else cautious.best(at(1))
-    shares = () if best is None else (best.placement.kv_host_share, limits.best(at(1)).placement.kv_host_share)
-    if best is not None and (place == "cpu" or any(shares)):
-        able = _best_rows(best)
-        if able < tuned.min_margin_share * min(row_limit, limits.max_batch(at(1))):
+    if place != "none":
+        plans = cautious.best(at(1)), limits.best(at(1))
+        if place == "cpu" or any(plan.placement.kv_host_share for plan in plans):
+            rows = [
+                plan.case.workload.batch_size if plan.output_tok_s and plan.fits else plan.max_batch_size
+                for plan in plans
+            ]
             # A pass that falls short of memory is tried again with fewer rows.
-            able = max(able, _best_rows(limits.best(at(1))))
-        return at(max(1, min(row_limit, able)))
+            enough = rows[0] >= tuned.min_margin_share * min(row_limit, limits.max_batch(at(1)))
+            return at(max(1, min(row_limit, rows[0] if enough else max(rows))))
 
     def room(rows: int) -> tuple[bool, bool]:
         """Tell whether the load fits, with a layer in the ring: else the link waits for work."""
@@ -690,11 +645,6 @@ def largest_load(planner: Planner, needs: Several[tuple[int, int]], max_rows: in
 
     deep = room(1)[1]
     return at(1 + search.largest(lambda more: room(1 + more)[1 if deep else 0], row_limit - 1))
-
-
-def _best_rows(best: Plan) -> int:
-    """Return the best batch's rows, or the largest's without a rate."""
-    return best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
 
 
 def positions_of(load: Workload) -> int:

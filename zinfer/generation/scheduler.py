@@ -207,7 +207,7 @@ class ContinuousScheduler:
                     edits.grammar = self._grammars.add(sampling.grammar, sequence.prompt_ids, sequence.output_ids)
                     self._compiling.append(sequence)
         self.sequences |= {sequence.key: sequence for sequence in new}
-        self.schedule.add(sequence for sequence in new if not sequence.sampling.grammar)
+        self.schedule.waiting.add(sequence for sequence in new if not sequence.sampling.grammar)
         return new
 
     def _add_compiled(self) -> list[Sequence]:
@@ -217,7 +217,7 @@ class ContinuousScheduler:
         ready = [row for row in self._compiling if _grammar(row).ready]
         self._compiling = [row for row in self._compiling if row not in ready]
         wrong = [row for row in ready if _fail(row)]
-        self.schedule.add(row for row in ready if row not in wrong)
+        self.schedule.waiting.add(row for row in ready if row not in wrong)
         for row in wrong:
             self._discard(row.key)
         return wrong
@@ -280,8 +280,11 @@ class ContinuousScheduler:
                 self.prefixes.close()
             if len(self.schedule.running) <= 1:
                 raise
-        if touched is None:
-            self._begin_anew()  # not within the handler, which holds what failed
+        if touched is None:  # all rows wait again; not within the handler, which holds what failed
+            self._rest_drafts(self.schedule.running)
+            self.schedule.fell_short()
+            self.engine.clear()
+            self.engine.give_back()
             return []
         ended = [sequence.key for sequence in touched if sequence.ended]
         self._note_computed(works)
@@ -298,19 +301,18 @@ class ContinuousScheduler:
         running = [batch for batch, _ in works if batch.running]
         if not self.drafts.max_drafts or not running:
             return works, {}
-        plan, grows = (
-            self.engine.plan,
-            self.schedule.able.moves_rows is True,
-        )  # else gaps take room that is not made anew
+        model, grows = self.engine.plan.model, self.schedule.able.moves_rows is True  # else gaps take room for good
         max_drafts = min(batch.capacity - batch.length - (1 if grows else batch.max_remaining) for batch in running)
         rows = {row.key: row for batch in running for row in batch.living}
-        if (last := plan.model.max_position) is not None:  # every row computes equally many positions
+        if (last := model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in rows.values()), default=0))
         limits = {key: min(max_drafts, row.left - 1) for key, row in rows.items()}
         room = self.schedule.times.room(load_of_pass(works))
-        drafts = self.drafts.propose(rows, limits, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
+        drafts = self.drafts.propose(rows, limits, min(room, tuning.TUNED.scored_logits // model.vocab_size))
         if self._one_length:
-            drafts = {key: tokens for batch in running for key, tokens in _as_short(batch, drafts).items()}
+            for keys in [[row.key for row in batch.living] for batch in running]:
+                fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
+                drafts |= {key: drafts.get(key, [])[:fewest] for key in keys}
         count = 1 + max(map(len, drafts.values()), default=0)
         return [PlannedWork(batch, count if batch.running else tokens) for batch, tokens in works], drafts
 
@@ -331,7 +333,7 @@ class ContinuousScheduler:
     def release(self) -> None:
         """Free the memory of sequences that have ended."""
         self._keep_noted()
-        for move in self.schedule.plan().moves:
+        for move in self.schedule.plan()[0]:
             if move.kind == "retire":
                 self._move(move)
 
@@ -349,13 +351,6 @@ class ContinuousScheduler:
         self.engine.expect(None)
 
     # Moves
-
-    def _begin_anew(self) -> None:
-        """Let all rows wait again, with less memory to fill."""
-        self._rest_drafts(self.schedule.running)
-        self.schedule.fell_short()
-        self.engine.clear()
-        self.engine.give_back()
 
     def _move(self, move: Move) -> None:
         kind, batch, sources = move
@@ -426,10 +421,12 @@ class ContinuousScheduler:
                 if row.error is not None:
                     continue
                 if (row.ended and whole) or not (batch.running or self._one_by_one):
-                    computed = (
-                        batch.computed(index) + self.gained[row.key] if batch.running else batch.initial_tokens(index)
+                    tokens = (
+                        batch.computed(index) + self.gained[row.key]
+                        if batch.running
+                        else batch.width - batch.pads[index]
                     )
-                    self._note(row, batch, index, computed)
+                    self._note(row, batch, index, tokens)
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
         scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
@@ -570,7 +567,7 @@ class _Masks(NamedTuple):
 
     counts: dict[int, int]
     bits: Tensor
-    filling: "list[Future[None]]"
+    filling: list[Future[None]]
 
     def on(self, device: torch.device) -> dict[int, Tensor]:
         """Wait for the masks; return those of each row on `device`, by key."""
@@ -597,12 +594,6 @@ def _fail(row: Sequence) -> bool:
 def _micro_batch(batch: PlannedBatch) -> MicroBatch:
     assert batch.micro_batch is not None
     return batch.micro_batch
-
-
-def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    keys = [row.key for row in batch.living]
-    fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
-    return {key: drafts[key][:fewest] for key in keys} if fewest else {}
 
 
 def _choose(

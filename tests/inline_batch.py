@@ -20,8 +20,7 @@ from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.openai import BatchLine, read_requests, refusal
-from zinfer.job.batch.rows import requests_of
+from zinfer.job.batch.openai import BatchLine, read_requests, refusal, requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.core.request import Sampling, TokenScore
 from zinfer.generation.tokenizer_process import Refusal
-from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
-from zinfer.job.batch.rows import requests_of, split
+from zinfer.job.batch.openai import (
+    BatchLine,
+    Done,
+    Fault,
+    answer,
+    decode,
+    encode,
+    failure,
+    read_requests,
+    refusal,
+    requests_of,
+    split,
+)
 from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
 

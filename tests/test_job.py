@@ -17,8 +17,7 @@ from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_
 from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.openai import BatchLine, read_requests
-from zinfer.job.batch.rows import requests_of
+from zinfer.job.batch.openai import BatchLine, read_requests, requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted

@@ -19,9 +19,8 @@ from tests.test_drafts import drafting
 from tests.test_parity import load
 from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
-from zinfer.generation import logit_edits, sampling, scheduler
-from zinfer.generation.logit_edits import EditedRow, LogitEdits, edit
-from zinfer.generation.sampling import choose, distribution
+from zinfer.generation import sampling, scheduler
+from zinfer.generation.sampling import EditedRow, LogitEdits, choose, distribution, edit
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 
@@ -132,7 +131,7 @@ def test_rows_with_different_edits_do_not_touch_each_other() -> None:
 
 
 def test_edits_follow_a_growing_row_and_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_edits, "TAIL", 5)
+    monkeypatch.setattr(sampling, "TAIL", 5)
     asked, prompt, output = Sampling(**EDITED["all"]), [1, 2, 2], list[int]()
     edits, dice = LogitEdits(asked, prompt, output, ENDS), random.Random(4)
     for _ in range(60):
@@ -239,7 +238,7 @@ def test_penalised_rows_run_beside_others_with_drafts_and_without(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch)
-    monkeypatch.setattr(logit_edits, "TAIL", 3)
+    monkeypatch.setattr(sampling, "TAIL", 3)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     kinds = [Sampling(**fields) for fields in ({}, *EDITED.values(), {})]
     kinds = [kind.model_copy(update={"stop_token_ids": ()}) for kind in kinds]

@@ -25,9 +25,8 @@ from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.openai import BatchLine, read_requests
+from zinfer.job.batch.openai import BatchLine, read_requests, requests_of
 from zinfer.job.batch.packing import best_plan
-from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan

@@ -11,8 +11,8 @@ from tests import Checkpoints, Patch
 from tests.running import prefill
 from tests.test_parity import load
 from zinfer.engine.base import Engine
-from zinfer.generation.detokenizer import common
 from zinfer.generation.prefix_cache import PrefixCache
+from zinfer.generation.sequence import common
 
 TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 

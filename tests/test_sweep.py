@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests import PATIENCE_S
 from tests.inline import FakeWorker, run_inline, run_outcome
 from zinfer.core.machine import Machine
-from zinfer.job.batches import Answer, Batches, Try, listed, search
+from zinfer.job.forecast import Answer, Batches, Try, listed, search
 from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import exit_code, outlook, prepare, source_of

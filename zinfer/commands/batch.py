@@ -24,8 +24,7 @@ from zinfer.job.batch import packing
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.merge import merge as merge_shards
 from zinfer.job.batch.nodes import answer_on_nodes
-from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal
-from zinfer.job.batch.rows import requests_of, split
+from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal, requests_of, split
 from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.job.shard import Shard

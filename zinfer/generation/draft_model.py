@@ -20,11 +20,9 @@ from zinfer.core.request import GREEDY
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import to_device
 from zinfer.generation import tuning
-from zinfer.generation.detokenizer import common
 from zinfer.generation.drafts import Drafter, NgramDrafter
-from zinfer.generation.logit_edits import EditedRow
-from zinfer.generation.sampling import choose
-from zinfer.generation.sequence import Sequence
+from zinfer.generation.sampling import EditedRow, choose
+from zinfer.generation.sequence import Sequence, common
 from zinfer.generation.tokenizer import load_tokenizer
 
 

@@ -15,7 +15,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation import tuning
-from zinfer.generation.detokenizer import common
+from zinfer.generation.sequence import common
 from zinfer.system.host import available_bytes
 
 

@@ -23,14 +23,12 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.transfer import to_device
 from zinfer.generation import tuning
-from zinfer.generation.detokenizer import common
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import Drafter, Drafts, NgramDrafter
 from zinfer.generation.grammar import Grammar, Grammars
-from zinfer.generation.logit_edits import EditedRow, LogitEdits
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.prefix_cache import PrefixCache
-from zinfer.generation.sampling import Score, choose, scores
+from zinfer.generation.sampling import EditedRow, LogitEdits, Score, choose, scores
 from zinfer.generation.schedule import (
     Abilities,
     Limits,
@@ -42,7 +40,7 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence
+from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence, common
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.plan.planner import Plan

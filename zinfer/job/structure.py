@@ -10,8 +10,8 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from zinfer.generation.detokenizer import before_a_stop
 from zinfer.generation.grammar import THINK, thinks
+from zinfer.generation.sequence import before_a_stop
 from zinfer.generation.tokenizer_process import Facts
 
 MAX_GRAMMAR = 1 << 16  # characters of a grammar, tools included

@@ -18,9 +18,8 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
-from zinfer.job.batches import OUT_OF_MEMORY, Answer, advance, batches_of
 from zinfer.job.driver import Driver
-from zinfer.job.forecast import Forecast, Key, Outlook
+from zinfer.job.forecast import OUT_OF_MEMORY, Answer, Forecast, Key, Outlook, advance, batches_of
 from zinfer.job.forecast import LoadJob as LoadJob
 from zinfer.job.recipe import Sweep, SweepLoad
 from zinfer.job.requests import RequestSet

@@ -25,8 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from zinfer.core.request import Failure, Update, nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
-from zinfer.job.serve.dispatcher import Answer, Dispatcher, queue_full
-from zinfer.job.serve.metrics import Metrics
+from zinfer.job.serve.dispatcher import Answer, Dispatcher, Metrics, queue_full
 from zinfer.job.structure import Form
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 

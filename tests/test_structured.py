@@ -27,7 +27,7 @@ from zinfer.core.model import ModelError
 from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
 from zinfer.engine.stream.engine import Stream
-from zinfer.generation import grammar, tokenizer_process
+from zinfer.generation import grammar, sequence, tokenizer_process
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 from zinfer.generation.tokenizer import Tokenizer
@@ -327,7 +327,7 @@ def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
     ],
 )
 def test_a_long_answer_is_not_read_from_its_beginning(form: Form, piece: str, part: str, monkeypatch: Patch) -> None:
-    parser, looked, before_a_stop = Parser(form, ("now",), [5]), 0, structure.before_a_stop
+    parser, looked, before_a_stop = Parser(form, ("now",), [5]), 0, sequence.before_a_stop
 
     def counting(text: str, stops: tuple[str, ...]) -> str:
         nonlocal looked

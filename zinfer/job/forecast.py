@@ -59,22 +59,13 @@ def search(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
         good = batch
         if answer.tok_s is not None:
             rates[batch] = answer.tok_s
-        if batch * 2 >= start and (level := levels_off(rates)):
+        before = [rate for timed, rate in rates.items() if timed * 4 <= max(rates)]
+        level = bool(before) and batch * 2 >= start and max(rates.values()) < (1 + PLATEAU) * max(before)
+        if level:
             break
-    if not level:
-        yield from _edge(good, bad, guess, rates)
-
-
-def levels_off(rates: dict[int, float]) -> bool:
-    """Return whether the rates have reached their plateau."""
-    before = [rate for batch, rate in rates.items() if batch * 4 <= max(rates)]
-    return bool(before) and max(rates.values()) < (1 + PLATEAU) * max(before)
-
-
-def _edge(good: int, bad: int, guess: int, rates: dict[int, float]) -> Batches:
     largest_timed = good
     batch, stride = (guess, 1) if guess > good else (2 * good, good)
-    while good and bad - good > 1:
+    while good and bad - good > 1 and not level:
         if not good < batch < bad:
             batch = (good + bad) // 2
         if (yield Try(batch, timed=False)).status == "ok":
@@ -82,11 +73,7 @@ def _edge(good: int, bad: int, guess: int, rates: dict[int, float]) -> Batches:
         else:
             bad, batch = batch, batch - stride
         stride *= 2
-    while good > largest_timed:
-        answer = yield Try(good)
-        if answer.status == "ok":
-            rates[good] = answer.tok_s or 0.0
-            return
+    while good > largest_timed and (yield Try(good)).status != "ok":
         good -= 1  # timed, it needs a little more memory
 
 

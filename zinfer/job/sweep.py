@@ -5,8 +5,9 @@ Out of memory is a result: it is recorded, and no larger batch of the same load 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -155,46 +156,20 @@ def run(
     make_worker: Callable[..., Client] = Worker,
 ) -> Outcome:
     """Measure the points that `done` does not hold; store each at once; return all. Raises Interrupted, StoreError."""
-    runner = _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events())
+    runner = _Runner(sweep, jobs, done, store, events)
     with Signals() as handled:
         points = [*runner.measure(make_worker, handled)]
     return Outcome(points, tuple(dict.fromkeys(runner.left)))
 
 
-def measure(
-    sweep: Sweep, jobs: Iterable[LoadJob], store: Store, done: Iterable[Point] = (), events: Events | None = None
-) -> Iterator[Point]:
+def measure(sweep: Sweep, jobs: Iterable[LoadJob], store: Store, done: Iterable[Point] = ()) -> Iterator[Point]:
     """Yield the points that `run` returns as they are measured. Signals act as the caller has them."""
-    yield from _Runner(sweep, _turns(sweep, jobs), store, _final_records(done), events or Events()).measure(Worker)
+    yield from _Runner(sweep, jobs, done, store).measure(Worker)
 
 
 def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
     """Return the points and seconds that `run` will have, whatever `Sweep.minutes`."""
-    return _forecast(sweep, _turns(sweep, jobs), _final_records(done)).outlook()
-
-
-Turns = list[tuple[int, LoadJob]]  # numbers of rounds, and loads
-
-
-def _turns(sweep: Sweep, jobs: Iterable[LoadJob]) -> Turns:
-    jobs = tuple(jobs)
-    return [(number, job) for number in range(sweep.rounds) for job in jobs]
-
-
-def _forecast(sweep: Sweep, turns: Turns, recorded: "FinalRecords") -> Forecast:
-    upcoming = [(job, {key for key in recorded if _find(recorded, key, number)}) for number, job in turns]
-    return Forecast(sweep, upcoming)
-
-
-def _final_records(done: Iterable[Point]) -> "FinalRecords":
-    recorded: FinalRecords = {}
-    for point in done:
-        if point.status in FINAL:
-            recorded.setdefault(key_of(point), []).append(point)
-    return recorded
-
-
-FinalRecords = dict[Key, list[Point]]  # final records of each point, in their order
+    return _Runner(sweep, jobs, done).forecast.outlook()
 
 
 def key_of(point: Point) -> Key:
@@ -202,31 +177,34 @@ def key_of(point: Point) -> Key:
     return point.key if isinstance(point, RequestPoint) else point.case
 
 
-def _find(recorded: FinalRecords, key: Key, number: int, timed: bool = True) -> Point | None:
-    """Return a point's record of round `number`, or None. Failures and tries count for all rounds."""
-    records = recorded.get(key)
-    if not records:
-        return None
-    measured = [record for record in records if record.usable]
-    if timed and number < len(measured):
-        return measured[number]
-    return records[-1] if records[-1].status != "ok" or not timed else None
-
-
-@dataclass
 class _Runner:
     """Loads of a sweep in their turns. A worker is started when the first unmeasured point needs it."""
 
-    sweep: Sweep
-    turns: Turns
-    store: Store
-    recorded: FinalRecords
-    events: Events
-    left: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        sweep: Sweep,
+        jobs: Iterable[LoadJob],
+        done: Iterable[Point],
+        store: Store | None = None,
+        events: Events | None = None,
+    ) -> None:
+        self.sweep, self.store, self.events, self.left = sweep, store, events or Events(), list[str]()
+        self.turns = [*product(range(sweep.rounds), jobs)]  # numbers of rounds, and loads
+        self.recorded: dict[Key, list[Point]] = {}  # final records of each point, in their order
+        for point in done:
+            if point.status in FINAL:
+                self.recorded.setdefault(key_of(point), []).append(point)
+        upcoming = [(job, {key for key in self.recorded if self._find(key, number)}) for number, job in self.turns]
+        self.forecast = Forecast(sweep, upcoming)
+        self.end = monotonic() + 60 * sweep.minutes if sweep.minutes else inf
 
-    def __post_init__(self) -> None:
-        self.forecast = _forecast(self.sweep, self.turns, self.recorded)
-        self.end = monotonic() + 60 * self.sweep.minutes if self.sweep.minutes else inf
+    def _find(self, key: Key, number: int, timed: bool = True) -> Point | None:
+        """Return a point's record of round `number`, or None. Failures and tries count for all rounds."""
+        records = self.recorded.get(key, [])
+        measured = [record for record in records if record.usable]
+        if timed and number < len(measured):
+            return measured[number]
+        return records[-1] if records and (records[-1].status != "ok" or not timed) else None
 
     def measure(self, make_worker: Callable[..., Client], signals: Signals | None = None) -> Iterator[Point]:
         """Yield the points of all loads, each once it is on disk."""
@@ -256,8 +234,7 @@ class _Runner:
                     lengths = f" {case.workload.input_len}/{case.workload.output_len}" if several else ""
                     self.left.append(f"{case.label()}{lengths} from batch {attempt.batch_size}")
                     break
-                point = self._case_point(key, attempt.timed)
-                yield point
+                yield (point := self._point(key, attempt.timed))
                 answer = Answer(point.status, point.output_tok_s)
                 if self._hopeless(point):
                     return
@@ -265,7 +242,7 @@ class _Runner:
             if self._late(requests):
                 self.left.append(f"{requests.case.label()} {requests.requests.describe()}")
             else:
-                yield (point := self._request_point(requests, request_set))
+                yield (point := self._point(requests, request_set=request_set))
                 if self._hopeless(point):
                     return
 
@@ -275,7 +252,7 @@ class _Runner:
         self.events.outlook(now._replace(seconds_left=left_s))
 
     def _late(self, key: Key, timed: bool = True) -> bool:
-        if self.end == inf or _find(self.recorded, key, self.number, timed) is not None:
+        if self.end == inf or self._find(key, self.number, timed) is not None:
             return False
         if not self.measured:
             return monotonic() >= self.end
@@ -284,23 +261,11 @@ class _Runner:
     def _hopeless(self, point: Recorded) -> bool:
         return point.stage == "load" or self.crashes > 1
 
-    def _case_point(self, case: Case, timed: bool) -> Any:
-        repeats = self.sweep.repeats if timed else 0
-        return self._point(case, timed, lambda worker: worker.measure(case, repeats, self.sweep.tolerance))
-
-    def _request_point(self, key: RequestKey, request_set: RequestSet) -> Any:
-        def measure(worker: Client) -> RequestPoint:
-            requests, input_lens = _requests(self.job.plan.model, request_set)
-            asked: dict[str, Any] = {"requests": requests, "input_lens": input_lens, "sla": self.sweep.sla}
-            return worker.ask(MeasureRequests(case=key.case, load=key.requests, **asked))
-
-        return self._point(key, True, measure)
-
-    def _point(self, key: Key, timed: bool, measure: Callable[[Client], Any]) -> Any:
+    def _point(self, key: Key, timed: bool = True, request_set: RequestSet | None = None) -> Any:
         self.events.trying(key)
-        began, recorded = monotonic(), _find(self.recorded, key, self.number, timed)
+        began, recorded = monotonic(), self._find(key, self.number, timed)
         resumed = recorded is not None
-        point: Any = recorded or self._store(key, self._measure(key, measure))
+        point: Any = recorded or self._store(key, self._measure(key, timed, request_set))
         self.measured += not resumed
         self.forecast.finish(self.index, key, monotonic() - began, resumed)
         self._tell_outlook()
@@ -317,19 +282,24 @@ class _Runner:
             if step_s is not None and prefill_s is not None:
                 fields["predicted"] |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
         point = point.model_copy(update=fields)
+        assert self.store is not None
         self.store.append(point)
         self.recorded.setdefault(key, []).append(point)
         return point
 
-    def _measure(self, key: Key, measure: Callable[[Client], Any]) -> Any:
-        stage = "load"
+    def _measure(self, key: Any, timed: bool, request_set: RequestSet | None) -> Any:
+        stage, sweep = "load", self.sweep
         if (why_not := self.job.plan.why_not) is not None:
             return self._failed(key, "unsupported", why_not, stage)
         try:
             self.driver.load(self.job.plan)
             stage = "measure"
             with self.driver.lend() as worker:
-                point = measure(worker)
+                if request_set is None:
+                    point: Any = worker.measure(key, sweep.repeats if timed else 0, sweep.tolerance)
+                else:
+                    asked = _requests(self.job.plan.model, request_set)
+                    point = worker.ask(MeasureRequests(case=key.case, load=key.requests, sla=sweep.sla, **asked))
             if point.status == "crashed":  # a CUDA context after an error cannot be used for the next point
                 self.crashes += 1
                 self.driver.end()
@@ -354,7 +324,7 @@ class _Runner:
         return RequestPoint(**fields | {"case": key.case, "requests": key.requests, "sla": self.sweep.sla})
 
 
-def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:
+def _requests(spec: ModelSpec, request_set: RequestSet) -> dict[str, Any]:
     """Return the requests of a load, and the lengths of their prompts. Random prompts stay empty."""
     texts = [request.prompt for request in request_set.requests if request.prompt is not None]
     ids: Iterator[list[int] | Refusal] = iter(())
@@ -371,7 +341,7 @@ def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], 
             raise TaskFailed("unsupported", f"a request has no tokens: {prompt.message}")
         requests.append(Request(prompt, request.output_len, request.sampling, ignore_eos=True, key=key))
         input_lens.append(len(prompt) or request.input_len)
-    return requests, input_lens
+    return {"requests": requests, "input_lens": input_lens}
 
 
 def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:

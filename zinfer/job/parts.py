@@ -84,7 +84,9 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
         new = [point for point in points if encode(point) not in lines]
         store.append(*new)
         store.check()
-    return _outcome([*before.points, *before.requests, *new])
+    every = [*before.points, *before.requests, *new]
+    last = {key_of(point): point for point in every}  # failures that were tried again are left out
+    return Outcome([point for point in every if point.status in FINAL or last[key_of(point)] is point])
 
 
 def _common(headers: list[Header]) -> list[Header]:
@@ -95,9 +97,3 @@ def _common(headers: list[Header]) -> list[Header]:
 
 def _undated(header: Header) -> str:
     return f"{header.machine} {sorted(header.versions.items())}"
-
-
-def _outcome(points: list[Point]) -> Outcome:
-    """Return the points but for failures that were tried again."""
-    last = {key_of(point): point for point in points}
-    return Outcome([point for point in points if point.status in FINAL or last[key_of(point)] is point])

@@ -197,8 +197,7 @@ class Sweep(Frozen):
                     raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
-        numbers = [number for number in self.in_flight if isinstance(number, int)]
-        if self.request_order != "given" and (self.request_rate or len(numbers) < len(self.in_flight)):
+        if self.request_order != "given" and (self.request_rate or "auto" in self.in_flight):
             raise ValueError(ONLY_NUMBERS)
         return sources * (len(self.in_flight) + len(self.request_rate))
 
@@ -209,34 +208,23 @@ class Sweep(Frozen):
         recipes = {(name, offload): engine_recipe(name, offload) for name in self.engine for offload in self.offload}
         axes = self.model, self.layers, self.engine, self.weights, self.offload
         for model, layers, name, weights, offload in product(*axes):
-            recipe = recipes[name, offload]
-            engines = {each.engine for each in recipes.values()}
-            budgets = self._budgets(recipe.engine, offload, engines)
-            for_others = {
-                name
-                for name in self.options
-                if not has_option(recipe.engine, name, planning) and any(has_option(each, name) for each in engines)
+            engine, engines = recipes[name, offload].engine, {each.engine for each in recipes.values()}
+            own = {
+                option: values
+                for option, values in self.options.items()
+                if has_option(engine, option, planning) or not any(has_option(each, option) for each in engines)
             }
-            own = {name: values for name, values in self.options.items() if name not in for_others}
-            for budget, values in product(budgets, [*product(*own.values())]):
-                options = recipe.options | dict(zip(own, values, strict=True))
+            for budget, values in product(self._budgets(engine, offload, engines), [*product(*own.values())]):
+                options = recipes[name, offload].options | dict(zip(own, values, strict=True))
                 yield SweepLoad(
-                    model=model,
-                    engine=recipe.engine,
-                    offload=offload,
-                    dtype=self.dtype,
-                    layers=layers,
-                    gpu_weights=budget,
-                    options=resolve_options(recipe.engine, options, planning),
-                    allow_nan=self.allow_nan,
-                    weights=weights,
-                )
+                    model=model, engine=engine, offload=offload, dtype=self.dtype, layers=layers, gpu_weights=budget,
+                    options=resolve_options(engine, options, planning), allow_nan=self.allow_nan, weights=weights,
+                )  # fmt: skip
 
     def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
         """Return the shares of weights that stay: the axis, ``auto`` where it is open, None without a choice."""
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
-        unable = bool(able) and engine in ENGINES and engine not in able
-        if offload == "none" or unable:
+        if offload == "none" or (able and engine in ENGINES and engine not in able):
             return (None,)
         searched = engine in ENGINES and ENGINES[engine].options().transport().shares_memory
         return tuple("auto" if budget is None and searched else budget for budget in self.gpu_weights)
@@ -246,20 +234,16 @@ class Sweep(Frozen):
         yield from product(self.input_len if self.batch_size else (), self.output_len)
 
 
-def automatic(batch_size: str) -> tuple[int, ...]:
-    """Return the batches before ``auto``. Raises RecipeError."""
-    return () if batch_size == "auto" else _sizes(batch_size.removesuffix(",auto"))
-
-
 def parse_batches(text: str) -> tuple[int, ...] | str:
     """Return the sizes of ``1,2``, ``1-64*2``, ``8-32+8``; text that ends in ``auto`` stays. Raises RecipeError."""
     sizes = automatic(text)
     return text if text.endswith("auto") else sizes
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def automatic(text: str) -> tuple[int, ...]:
+    """Return the batches before ``auto``. Raises RecipeError."""
     sizes = set[int]()
-    for part in text.split(","):
+    for part in text.removesuffix(",auto").split(",") if text != "auto" else ():
         match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
         value, end, step = (int(match[1]), int(match[2] or match[1]), int(match[4] or 1)) if match else (0, 0, 0)
         grows = match is not None and step >= (2 if match[3] == "*" else 1)

@@ -128,14 +128,13 @@ def _answers(path: Path) -> list[Done]:
 def _read(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a line of a .job file. Raises Garbled for any other line."""
     kind, fields = unseal(line)
-    if kind == JOB or (kind == ROW and _is_row(**fields)):
-        return kind, fields
-    raise Garbled("not a line of a job file")
-
-
-def _is_row(id: Any = None, at: Any = None, tokens: Any = None, **more: Any) -> bool:
-    whole = all(type(number) is int and number >= 0 for number in (at, *tokens)) if type(tokens) is list else False
-    return whole and isinstance(id, str) and not more
+    if kind == ROW and fields.keys() == {"id", "at", "tokens"} and type(fields["tokens"]) is list:
+        whole = all(type(number) is int and number >= 0 for number in (fields["at"], *fields["tokens"]))
+        if whole and isinstance(fields["id"], str):
+            return kind, fields
+    if kind != JOB:
+        raise Garbled("not a line of a job file")
+    return kind, fields
 
 
 def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:

@@ -178,12 +178,6 @@ class Desk:
         self.held = 0  # bytes of the bodies of all requests under way
         self.parsers = ThreadPoolExecutor(PARSERS, "parser")
 
-    async def parse(self, body: bytes, chat: bool) -> Asked:
-        """Return the request in a body; a large one is read in a thread. Raises Refused."""
-        if len(body) < LARGE:
-            return _read(body, chat, self.limits, self.form)
-        return await asyncio.get_running_loop().run_in_executor(self.parsers, _read, body, chat, self.limits, self.form)
-
     def deliver(self, updates: Iterable[tuple[Answer, Update]]) -> None:
         """Take updates of answers; in the event loop."""
         for answer, update in updates:
@@ -288,29 +282,20 @@ class Gate:
         scope["path"] = scope["path"].rstrip("/") or "/"
         path = scope["path"] if scope["path"] in PATHS else "other"
         try:
-            if scope["path"] != "/health" and not self._authorized(scope):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            kind, _, key = given.partition(b" ")
+            fine = self._key is None or (hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer")
+            if scope["path"] != "/health" and not fine:
                 why = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
                 await _refusal(Refused("invalid_api_key", why, status=401))(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         finally:
             self._metrics.requests.labels(path, str(status)).inc()
-            self._log(_line(scope, status, time.monotonic() - began))
-
-    def _authorized(self, scope: Scope) -> bool:
-        if self._key is None:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = given.partition(b" ")
-        return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
-
-
-def _line(scope: Scope, status: int, seconds: float) -> str:
-    line = f"{scope['method']} {scope['raw_path'].decode('latin-1')[:100]} {status or 'gone'}"
-    if (exchange := scope.get(EXCHANGE)) is not None:
-        prompts, answers = exchange.tokens
-        line += f" {prompts}+{answers} tokens"
-    return f"{line} {seconds:.2f} s"
+            exchange, seconds = scope.get(EXCHANGE), time.monotonic() - began
+            tokens = "" if exchange is None else "{}+{} tokens ".format(*exchange.tokens)
+            name = scope["raw_path"].decode("latin-1")[:100]
+            self._log(f"{scope['method']} {name} {status or 'gone'} {tokens}{seconds:.2f} s")
 
 
 def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
@@ -361,7 +346,9 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
     async def answered(request: Request, chat: bool) -> Response:
         body = await _body(request, settings.max_bytes, desk)
         try:
-            asked = await desk.parse(body, chat)
+            read = partial(_read, body, chat, desk.limits, desk.form)
+            large = len(body) >= LARGE
+            asked = await asyncio.get_running_loop().run_in_executor(desk.parsers, read) if large else read()
             if asked.model is not None and asked.model not in about:
                 raise _no_model(asked.model, names)
             client = request.client.host if request.client else ""

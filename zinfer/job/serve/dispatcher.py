@@ -194,7 +194,7 @@ class Dispatcher:
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
         self._driver = Driver(self.make_worker, lambda _plan: self.on_loading())
-        self._reader = Reader(self.tokenizer, self._read, self._wanted)
+        self._reader = Reader(self.tokenizer, self._read, lambda rows: any(row.key in self._unfinished for row in rows))
         self._positions, self._loading = 0, False  # the latter while the worker's weights are still being loaded
         self.kept_bytes = 0  # host memory of kept KV caches
         self.running = 0  # rows that run in the worker
@@ -238,9 +238,6 @@ class Dispatcher:
         texts = [row for row in rows if not isinstance(row.prompt, list)]
         prompts = [list(same) for _, same in groupby(texts, lambda row: id(row.prompt))]  # each is read once
         self._reader.add([(same[0].prompt, same) for same in prompts], rows[0].client)
-
-    def _wanted(self, rows: Sequence[Answer]) -> bool:
-        return any(row.key in self._unfinished for row in rows)
 
     def _read(self, rows: Sequence[Answer], ids: Ids) -> None:
         with self._changed:
@@ -308,7 +305,12 @@ class Dispatcher:
         try:
             if not self._driver.loaded and not self._restart():
                 return False
-            self._enqueue(read)
+            for row, ids in read:
+                try:
+                    self._accept(row, ids)
+                except Refused as refused:
+                    refused.param = refused.param or row.asked.subject
+                    self._fail([row], refused.failure)
             new = self._next()
             if new or drop or self._sent or self._loading:
                 self._sent |= {row.key: row for row in new}
@@ -324,18 +326,8 @@ class Dispatcher:
             self._retry(error)
         return True
 
-    def _enqueue(self, read: list[tuple[Answer, Ids]]) -> None:
-        """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
-        for row, ids in read:
-            try:
-                self._accept(row, ids)
-                self._waiting.add([row])
-            except Refused as refused:
-                refused.param = refused.param or row.asked.subject
-                self._fail([row], refused.failure)
-
     def _accept(self, row: Answer, ids: Ids) -> None:
-        """Give a row its token ids and its limit. Raises Refused if it cannot be served."""
+        """Let a row wait, with its token ids and limit. Raises Refused if it cannot be served."""
         asked = row.asked
         if isinstance(ids, Refusal):
             raise Refused(ids.code, ids.message, status=500 if ids.code == UNREAD else 400)
@@ -346,6 +338,7 @@ class Dispatcher:
         row.prompt_ids, row.left = ids, max(1, limit)
         if not asked.echo:
             row.prompt = ids
+        self._waiting.add([row])
 
     def _next(self) -> list[Answer]:
         """Take the rows that go to the worker now. All, unless it failed with as many."""

@@ -45,7 +45,7 @@ class Tokenizer:
             head, both = self.decode(context), self.decode(context + ids)
             if both.startswith(head):
                 return both[len(head) :]
-        return _decoded(self.hf, ids, skip_special_tokens=not self._special)
+        return decode(self.hf, ids, self._special)
 
     @cached_property
     def raw(self) -> "Tokenizer":
@@ -58,8 +58,9 @@ class Tokenizer:
         """Return the text of a token within a text. Part of a character is ``bytes:\\xe6``, as OpenAI has it."""
         if self._letter is None:
             self._letter = self.hf("a", add_special_tokens=False).input_ids
-        head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))
-        text = both[len(head) :] if both.startswith(head) else decode(self.hf, [token], special=True)
+        each = self._letter, [*self._letter, token], [token]
+        head, both, alone = (decode(self.hf, ids, special=True, clean_up_tokenization_spaces=False) for ids in each)
+        text = both[len(head) :] if both.startswith(head) else alone
         return (_bytes_of(self.hf.convert_ids_to_tokens(token)) or text) if UNFINISHED in text else text
 
 
@@ -109,14 +110,10 @@ def _bytes_of(name: str) -> str | None:
     return BYTES + "".join(f"\\x{values[letter]:02x}" for letter in name) if values.keys() >= set(name) else None
 
 
-def decode(tokenizer: Any, ids: list[int], special: bool = False) -> str:
-    """Return the text of `ids`, without cleaning up spaces; `special` keeps special tokens."""
-    return _decoded(tokenizer, ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-
-
-def _decoded(tokenizer: Any, ids: list[int], **how: bool) -> str:
+def decode(tokenizer: Any, ids: list[int], special: bool = False, **how: bool) -> str:
+    """Return the text of `ids`; `special` keeps special tokens. Raises ModelError."""
     try:
-        return str(tokenizer.decode(ids, **how))
+        return str(tokenizer.decode(ids, skip_special_tokens=not special, **how))
     except BaseException as error:
         check_library(error)
         raise ModelError(f"the tokenizer cannot decode tokens: {' '.join(str(error).split())[:300]}") from None

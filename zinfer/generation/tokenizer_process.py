@@ -112,8 +112,10 @@ class TokenizerProcess(Closing):
     def encode_alone(self, prompt: Prompt, special: bool = True) -> list[int] | Refusal:
         """Return the token ids of one prompt, or why it has none. It may take the time that its length permits."""
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
-        kind = "prompt" if is_text(prompt) else "conversation"
-        return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", _exceeds(kind, seconds))
+        why = (
+            f"reading the {'prompt' if is_text(prompt) else 'conversation'} takes more than {seconds:.0f} s of CPU time"
+        )
+        return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", f"{why}, or too much memory")
 
     def close(self) -> None:
         """End the process; calls under way get no answer. Safe to call twice."""
@@ -163,35 +165,28 @@ class TokenizerProcess(Closing):
                 ours.close()
                 if self._closed:
                     break
-                self._restart()
+                self._end()
+                self._start()
         raise ModelError(f"the process that reads prompts of {self._name} cannot be started")
 
     def _await(self) -> None:
         """Wait until the tokenizer is loaded. Raises ModelError if it cannot be; the next call tries again."""
         if self._failed:
-            self._restart()
+            self._end()
+            self._start()
         if self._loading:
             self._loading, self._failed = False, True
             self._facts = self._loaded()
             self._failed = False
-
-    def _restart(self) -> None:
-        self._end()
-        self._start()
 
     def _start(self) -> None:
         self._loading, self._failed = True, False
         self._control, theirs = Pipe()
         env = {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,
-            )
+            quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
+            words = [sys.executable, "-P", "-c", _MAIN]
+            self._process = subprocess.Popen(words, stdin=theirs.fileno(), start_new_session=True, **quiet)
         self._end = weakref.finalize(self, _end, self._process, self._control, at_end(self._process.kill))
         with suppress(OSError):
             self._control.send_bytes(json.dumps(self._load).encode())
@@ -225,10 +220,6 @@ def _received(connection: Connection, seconds: float) -> dict[str, Any]:
     return message
 
 
-def _exceeds(kind: str, seconds: float) -> str:
-    return f"reading the {kind} takes more than {seconds:.0f} s of CPU time, or more memory than it may have"
-
-
 def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
     """Return `count` windows of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
     No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
@@ -240,10 +231,8 @@ def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> 
         raise ModelError(token_ids.message)
     size = length - len(begin)
     if count * size > len(token_ids):
-        raise StudyError(
-            f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}: give a longer "
-            "--prompt-file, or fewer --samples"
-        )
+        few = f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}"
+        raise StudyError(f"{few}: give a longer --prompt-file, or fewer --samples")
     last = len(token_ids) - size
     starts = [index * last // max(1, count - 1) for index in range(count)]
     return [begin + token_ids[start : start + size] for start in starts], len(token_ids)

@@ -79,10 +79,8 @@ class Checkpoint(NamedTuple):
             for message in messages
         ]
         try:
-            text = self.hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template, tools=tools,
-                **settings,
-            )  # fmt: skip
+            how = {"add_generation_prompt": True, "chat_template": self.template, "tools": tools, **settings}
+            text = self.hf.apply_chat_template(conversation, tokenize=False, **how)
         except Exception as error:  # a template says no in whatever way its author chose
             raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None
         if len(text) > MAX_TEXT:
@@ -105,10 +103,8 @@ class Checkpoint(NamedTuple):
             check_library(error)
             raise ModelError(f"the tokenizer of {self.name} fails: {error_line(error)}") from None
         if ids and max(ids) >= self.vocab_size:
-            raise ModelError(
-                f"the tokenizer gives token {max(ids):,}, and {self.name} has {self.vocab_size:,}: they do not belong "
-                "together"
-            )
+            foreign = f"the tokenizer gives token {max(ids):,}, and {self.name} has {self.vocab_size:,}"
+            raise ModelError(f"{foreign}: they do not belong together")
         return ids
 
 

@@ -89,15 +89,14 @@ class AccuracyStudy:
             folder = temporary.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
-                raise StudyError(
-                    f"the reference's logits take {gb(needed)}, which {folder} has no room for: take fewer --samples, "
-                    "or set TMPDIR to a folder with more"
-                )
+                full = f"the reference's logits take {gb(needed)}, which {folder} has no room for"
+                raise StudyError(f"{full}: take fewer --samples, or set TMPDIR to a folder with more")
             batches, ends = self._batches()
             with self._worker(self.reference) as worker:
+                files = [f"{folder}/{number}" for number in range(len(batches))]
                 recorded = [
-                    record(worker, batch, load.output_len, f"{folder}/{number}", ends)
-                    for number, batch in enumerate(batches)
+                    record(worker, batch, load.output_len, file, ends)
+                    for batch, file in zip(batches, files, strict=True)
                 ]
                 self.logits_dtype = recorded[0].logits.dtype
                 half = (len(batches[0]) + 1) // 2

@@ -51,9 +51,8 @@ class Cluster:
     def run(self, command: Sequence[str], shards: int, on_message: Callable[[str], None]) -> None:
         """Run `command` with each shard in a job; wait for all. Raises ClusterError; Interrupted, jobs cancelled."""
         if shutil.which("sbatch") is None:
-            raise environment_error(
-                ClusterError("--cluster slurm needs a machine from which jobs are submitted: there is no sbatch")
-            )
+            none = "--cluster slurm needs a machine from which jobs are submitted: there is no sbatch"
+            raise environment_error(ClusterError(none))
         script = self.folder / "job.sh"
         measure = f'srun {PATIENT} {shlex.join(command)} --shard "$SLURM_ARRAY_TASK_ID/{shards}" --resume --force'
         atomic.write(script, "\n".join(["#!/bin/bash", *self._before, measure, ""]))

@@ -61,10 +61,8 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
     shards = whole_split(path) if whole else shards_begun(path)
     parts = {shard: read_part(output, shard, sweep) for shard in shards}
     if whole and (lacking := [str(shard) for shard, part in parts.items() if not part.complete]):
-        raise ShardError(
-            f"{len(lacking):,} of {len(shards):,} shards have not ended: run them again with --resume, and they go on "
-            f"where they ended: --shard {', '.join(lacking)[:600]}"
-        )
+        again = f"run them again with --resume, and they go on: --shard {', '.join(lacking)[:600]}"
+        raise ShardError(f"{len(lacking):,} of {len(shards):,} shards have not ended: {again}")
     headers = _common([header for part in parts.values() for header in part.headers])
     points = [point for part in parts.values() for point in part.points]
     revisions: dict[object, str] = {}

@@ -183,9 +183,8 @@ class Sweep(Frozen):
         points = loads * lengths * (1 if isinstance(self.batch_size, str) else len(self.batch_size))
         points += loads * self._request_loads()
         if loads > LOADS or points > POINTS:
-            raise ValueError(
-                f"the axes make {loads:,} loads and {points:,} points; a sweep has at most {LOADS:,} and {POINTS:,}"
-            )
+            asked = f"the axes make {loads:,} loads and {points:,} points"
+            raise ValueError(f"{asked}; a sweep has at most {LOADS:,} and {POINTS:,}")
         return self
 
     def _request_loads(self) -> int:
@@ -252,10 +251,8 @@ def automatic(text: str) -> tuple[int, ...]:
             value = value * step if match[3] == "*" else value + step  # type: ignore[index]
         if not grows or value <= end or end > MAX_COUNT:
             shown = text if len(text) <= 80 else f"{text[:80]}…"
-            raise RecipeError(
-                f"--batch-size {shown!r}: write auto, 1,2,4, 1,8,auto, 1-64*2 (doubling) or 8-64+8 (steps), "
-                f"at most {AXIS:,} sizes from 1 to {MAX_COUNT:,}"
-            )
+            forms = "write auto, 1,2,4, 1,8,auto, 1-64*2 (doubling) or 8-64+8 (steps)"
+            raise RecipeError(f"--batch-size {shown!r}: {forms}, at most {AXIS:,} sizes from 1 to {MAX_COUNT:,}")
     return tuple(sorted(sizes))
 
 

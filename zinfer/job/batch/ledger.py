@@ -66,10 +66,8 @@ class Ledger(Closing):
             why = "\n".join(f"  {line}" for line in changes.values())
             if before is None:
                 why = f"  {path.name} does not say which: it is missing, or its first line is damaged"
-            raise JobChanged(
-                f"{self._output.path} may belong to another job: name another file with --output, or use --force to "
-                f"add the answers that are missing.\n{why}"
-            )
+            remedy = "name another file with --output, or use --force to add the answers that are missing"
+            raise JobChanged(f"{self._output.path} may belong to another job: {remedy}.\n{why}")
         self.damaged = tuple(Damage(self._output.path, *fault) for fault in self._output.mend(decode, "batch output"))
         started = (before or {}).get("created")
         self.created = started if isinstance(started, int) and not changes else created

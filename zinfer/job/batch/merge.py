@@ -49,10 +49,8 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], for
     lacking = [(shard, sum(not line for line in shard.of(answers))) for shard in shards]
     if missing := sum(count for _, count in lacking):
         again = ", ".join(f"--shard {shard} ({count})" for shard, count in lacking if count)
-        raise ShardError(
-            f"{missing:,} of {len(requests):,} answers are missing: run these shards again, which go on where they "
-            f"ended: {again[:600]}"
-        )
+        lack = f"{missing:,} of {len(requests):,} answers are missing"
+        raise ShardError(f"{lack}: run these shards again, which go on where they ended: {again[:600]}")
     _write(output, b"".join(line + b"\n" for line in answers), header, force)
     return Merged(done, damaged)
 

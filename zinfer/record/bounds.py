@@ -5,12 +5,11 @@ faulty program. Records refuse such values, so that nothing behind them has to g
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from zinfer.core.case import MAX_NAME
-from zinfer.core.case import Name as Name
+from zinfer.core.case import MAX_NAME, Name
 
 LARGEST = 10**18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
@@ -32,23 +31,18 @@ def bounded(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         if len(value) > LONGEST:
             raise ValueError(f"a text of {len(value):,} characters")
-    elif is_number(value):
+    elif isinstance(value, int | float):
         if not -LARGEST <= value <= LARGEST:
             raise ValueError(f"{value!r:.40} is too large")
     elif isinstance(value, Mapping | list | tuple):
         if depth > DEPTH or len(value) > ITEMS:
             raise ValueError(f"{len(value):,} items, or too deep")
-        for key in value if isinstance(value, Mapping) else ():
-            if len(str(key)) > MAX_NAME:
-                raise ValueError(f"a key of {len(str(key)):,} characters")
-        for item in value.values() if isinstance(value, Mapping) else value:
+        entries = value if isinstance(value, Mapping) else {}
+        if longest := max((len(str(key)) for key in entries if len(str(key)) > MAX_NAME), default=0):
+            raise ValueError(f"a key of {longest:,} characters")
+        for item in entries.values() if entries else value:
             bounded(item, depth + 1)
     return value
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a value is a number, and not true or false."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # Settings of an engine that a calibration computes with (`zinfer.analysis.calibrate`), and those that some need.
@@ -63,7 +57,7 @@ _NEEDED = {"slot_bytes": ("ring_depth", "buffer_bytes"), "kv_host_rows": ("kv_at
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
     for name in _COUNTED & settings.keys():
         value = settings[name]
-        if not (is_number(value) and value >= 0):
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name}: {value!r:.40} is no count")
     for name, needs in _NEEDED.items():
         if name in settings and (lacks := [need for need in needs if need not in settings]):

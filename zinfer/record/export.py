@@ -1,12 +1,8 @@
 """Export of records as a flat table, one row a point.
 
 Failures are rows too; an unknown value is an empty cell, never 0. Only usable points have rates. Units are part of the
-column names: tokens a second, milliseconds, seconds, bytes, bytes a second. A column for each recorded prediction and
-for each recorded version comes last::
-
-    Path("bloom.csv").write_bytes(to_csv(table([("bloom", point) for point in points])))
-
-Model names and error texts come from outside and are never trusted: no cell of CSV starts a formula.
+column names. A column for each recorded prediction and for each recorded version comes last. Model names and error
+texts come from outside and are never trusted: no cell of CSV starts a formula.
 """
 
 import csv
@@ -53,21 +49,17 @@ def _attributes(point: object, names: str, usable: bool = True) -> Row:
     return {name: getattr(point, name) if usable else None for name in names.split()}
 
 
-def _subject(file: str, point: Recorded) -> Row:
-    return {"file": file, "machine": point.machine, **_fields(Case, point.case)}
-
-
-def _outcome(point: Recorded) -> Row:
-    rest = _attributes(point, "num_layers total_layers status stage error")
-    return {"model_revision": point.model_revision or None} | rest
-
-
-def _links(point: Recorded) -> Row:
-    return {f"{name}_bytes_s": getattr(point, name) for name in ("link_bandwidth", "links_bandwidth")}
-
-
-def _conditions(point: Recorded) -> Row:
+def _row(file: str, point: Recorded, load: Row, rates: Row) -> Row:
+    """Return the cells of a point: its case, what was asked of it, how it ended, `rates`, and its conditions."""
     return {
+        "file": file,
+        "machine": point.machine,
+        **_fields(Case, point.case),
+        **load,
+        "model_revision": point.model_revision or None,
+        **_attributes(point, "num_layers total_layers status stage error"),
+        **rates,
+        **{f"{name}_bytes_s": getattr(point, name) for name in ("link_bandwidth", "links_bandwidth")},
         **_attributes(point, "gpu_peak_bytes gpu_used_bytes host_peak_bytes command"),
         **_fields(Effective, point.effective, "effective_"),
         "gpu_readings": _json(point.gpu),
@@ -75,12 +67,9 @@ def _conditions(point: Recorded) -> Row:
     }
 
 
-def _row(file: str, point: Measurement) -> Row:
+def _rates(point: Measurement) -> Row:
     usable, tpot_ms = point.usable, [fmean(steps) for steps in point.step_ms if steps]
     return {
-        **_subject(file, point),
-        **_fields(Workload, point.case.workload),
-        **_outcome(point),
         "repeats": len(point.ttft_ms) or None,
         **_attributes(point, "output_tok_s", usable),
         "output_tok_s_half_width": ci95_half_width(point.output_tok_s_samples) if usable else None,
@@ -94,21 +83,14 @@ def _row(file: str, point: Measurement) -> Row:
         **_attributes(point, "load_s load_bytes"),
         "load_bandwidth_bytes_s": point.load_bandwidth,
         "h2d_bandwidth_bytes_s": point.h2d_bandwidth if usable else None,
-        **_links(point),
         **_attributes(point, "link_share", usable),
-        **_conditions(point),
     }
 
 
-def _request_row(file: str, point: RequestPoint) -> Row:
-    asked, lengths, usable = point.requests, point.mean_lengths or (None, None), point.usable
-    texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
+def _request_rates(point: RequestPoint) -> Row:
+    lengths, usable = point.mean_lengths or (None, None), point.usable
     times = {metric: point.summary(metric) if usable else None for metric in METRICS}
     return {
-        **_subject(file, point),
-        **_attributes(asked, "source requests seed"),
-        **{name: None if value is None else str(value) for name, value in texts.items()},
-        **_outcome(point),
         "mean_input_len": lengths[0],
         "mean_output_len": lengths[1],
         **_attributes(point, "wall_ms busy_ms", usable),
@@ -117,8 +99,6 @@ def _request_row(file: str, point: RequestPoint) -> Row:
         **{f"{metric}_{name}": getattr(times[metric], name, None) for metric in METRICS for name in Summary._fields},
         **_fields(PassCounts, point.counts if point.pass_ms else None),
         "kv_positions": point.kv_positions or None,
-        **_links(point),
-        **_conditions(point),
         "sla": _json(point.sla),
     }
 
@@ -130,7 +110,7 @@ def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
     predicted = sorted({name for _, point in kept for name in point.predicted})
     versions = sorted({name for _, point in kept for name in point.versions})
     return [
-        _row(file, point)
+        _row(file, point, _fields(Workload, point.case.workload), _rates(point))
         | {f"predicted_{name}": point.predicted.get(name) for name in predicted}
         | {f"version_{name}": point.versions.get(name) for name in versions}
         for file, point in kept
@@ -141,15 +121,27 @@ def request_table(
     points: Iterable[tuple[str, RequestPoint]], goodput: Callable[[RequestPoint], float | None]
 ) -> list[Row]:
     """Return a row for each load of requests, repeated ones included."""
-    return [_request_row(file, point) | {"goodput_request_s": goodput(point)} for file, point in points]
+    rows = []
+    for file, point in points:
+        asked = point.requests
+        texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
+        load = _attributes(asked, "source requests seed")
+        load |= {name: None if value is None else str(value) for name, value in texts.items()}
+        rows.append(_row(file, point, load, _request_rates(point)) | {"goodput_request_s": goodput(point)})
+    return rows
 
 
 def to_csv(rows: Sequence[Row]) -> bytes:
     """Return comma-separated UTF-8 with a header. No text is a formula."""
+
+    def unarmed(cell: Cell) -> Cell:
+        if not isinstance(cell, str):
+            return cell
+        cell = "\n".join(re.split("\r\n?", cell))  # the csv module of Python 3.12 and before leaves a lone \r unquoted
+        return f"'{cell}" if cell.lstrip(" ").startswith(_FORMULA) else cell
+
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_unarmed, rows[0]))
-    writer.writerows([_unarmed(cell) if isinstance(cell, str) else cell for cell in row.values()] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(map(unarmed, row) for row in (rows[0], *map(dict.values, rows)))
     return text.getvalue().encode()
 
 
@@ -159,8 +151,3 @@ def to_json(rows: Sequence[Row]) -> bytes:
 
 
 WRITERS: dict[str, Callable[[Sequence[Row]], bytes]] = {"csv": to_csv, "json": to_json}
-
-
-def _unarmed(text: str) -> str:
-    text = "\n".join(re.split("\r\n?", text))  # the csv module of Python 3.12 and before leaves a lone \r unquoted
-    return f"'{text}" if text.lstrip(" ").startswith(_FORMULA) else text

@@ -8,18 +8,17 @@ spaces, ASCII), so that any changed byte shows.
 import errno
 import fcntl
 import json
-import math
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.core.value import Closing
@@ -64,27 +63,18 @@ Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError 
 def seal(kind: str, fields: dict[str, Any]) -> bytes:
     """Return the line of a record, without its newline. Raises ValueError or TypeError for what JSON does not have."""
     fields = {"kind": kind, "schema_version": SCHEMA_VERSION} | fields
-    before = {key: value for key, value in fields.items() if key < "checksum"}
-    head = _canonical(before)[:-1] + b"," * bool(before)
-    tail = _canonical({key: value for key, value in fields.items() if key not in before})[1:]
-    return head + b'"checksum":"%s",' % _checksum(head, tail) + tail
+    return _canonical(fields | {"checksum": _checksum(_canonical(fields))})
 
 
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Return kind and fields of a sealed line.
-
-    Raises Garbled unless its checksum is that of its other bytes, ValueError for one of another schema version.
-    """
-    for member in _CHECKSUM.finditer(line):
-        if member[1] == _checksum(line[: member.start()], line[member.end() :]):
-            break
-    else:
-        claimed = _CHECKSUM.search(line)
-        raise Garbled(
-            f"the checksum {claimed[1].decode()} does not match the line" if claimed else "not a whole record"
-        )
+    """Return kind and fields of a line. Raises Garbled for a wrong checksum, ValueError for an unknown version."""
+    claims = list(_CHECKSUM.finditer(line))
+    if claims and not any(
+        claim[1].decode() == _checksum(line[: claim.start()] + line[claim.end() :]) for claim in claims
+    ):
+        raise Garbled(f"the checksum {claims[0][1].decode()} does not match the line")
     try:
-        fields = from_json(line, allow_inf_nan=False)
+        fields: dict[str, Any] = from_json(line if claims else b"", allow_inf_nan=False)
         del fields["checksum"]
     except (ValueError, TypeError, KeyError):
         raise Garbled("not a whole record") from None
@@ -109,20 +99,16 @@ def _state_defaults(fields: dict[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with null for NaN and the infinities."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return `value` as JSON has it, with null for NaN and the infinities."""
+    return from_json(to_json(value, inf_nan_mode="null", fallback=str))
 
 
 def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
 
 
-def _checksum(*parts: bytes) -> bytes:
-    return sha256(b"".join(parts)).hexdigest()[:16].encode()
+def _checksum(line: bytes) -> str:
+    return sha256(line).hexdigest()[:16]
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -138,10 +124,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def read_files(path: Path, files: Iterable[Path], damaged: list[Damage]) -> Iterator[tuple[Path, list[bytes]]]:
-    """Yield each of `files` of `path` with its lines; those that cannot be read go to `damaged`, as line 0.
-
-    Raises StoreError if `path` itself cannot be read.
-    """
+    """Yield files with their lines; unreadable ones go to `damaged`, as line 0. Raises StoreError for `path` itself."""
     for file in files:
         try:
             yield file, read_lines(file)
@@ -174,13 +157,20 @@ class AppendLog(Closing):
             lines = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
         except OSError as error:
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
-        try:
-            lines._lock()
+        with ExitStack() as undo:
+            undo.callback(lines.close)
+            if not stat.S_ISREG(os.fstat(lines._descriptor).st_mode):
+                raise StoreError(f"{path} is not a regular file; name another file with --output")
+            try:
+                # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
+                fcntl.flock(lines._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                wait = f"another zinfer is writing {path}; wait for it, or name another file with --output"
+                held = isinstance(error, BlockingIOError)
+                raise StoreError(wait if held else f"cannot lock {path}: {error.strerror}") from error
             lines._end = os.fstat(lines._descriptor).st_size
             atomic.sync_folder(path.parent)
-        except BaseException:
-            lines.close()
-            raise
+            undo.pop_all()
         return lines
 
     def append_lines(self, *lines: bytes) -> None:
@@ -192,35 +182,26 @@ class AppendLog(Closing):
 
     def check(self, pending: bytes = b"") -> None:
         """Raise TakenAwayError if the file changed. Its lines, and `pending` ones, are saved."""
-        opened, fault = os.fstat(self._descriptor), ""
+        opened = os.fstat(self._descriptor)
         try:
-            current = os.stat(self.path)
-            if (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
-                fault = "was replaced by another file"
+            fault = "" if os.path.samestat(os.stat(self.path), opened) else "was replaced by another file"
         except OSError:
             fault = "was deleted"
         if not fault and opened.st_size != self._end:
             fault = "was cut" if opened.st_size < self._end else "was written to by somebody else"
         if not fault:
             return
-        saved = self._save(pending)
+        paths = (Path(f"{self.path}.saved{f'-{number}' * (number > 1)}") for number in count(1))
+        saved = next(path for path in paths if not os.path.lexists(path))
+        try:
+            kept = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()[: self._end]
+            atomic.write(saved, kept + b"\n" * (kept[-1:] not in (b"", b"\n")) + pending)
+        except OSError as error:
+            _refuse(saved, error)
         raise TakenAwayError(
             f"{self.path} {fault} while this command wrote to it: its lines are saved in {saved}; rename that to "
             f"{self.path.name} to go on"
         )
-
-    def _save(self, pending: bytes) -> Path:
-        """Write what the open file holds to a new one; return its path."""
-        ends = (f".saved-{number}" if number > 1 else ".saved" for number in count(1))
-        paths = (self.path.with_name(self.path.name + end) for end in ends)
-        path = next(path for path in paths if not os.path.lexists(path))
-        try:
-            kept = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()[: self._end]
-            torn = b"\n" if kept and not kept.endswith(b"\n") else b""
-            atomic.write(path, kept + torn + pending)
-        except OSError as error:
-            _refuse(path, error)
-        return path
 
     def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line, repair the file, and return the faults.
@@ -229,26 +210,27 @@ class AppendLog(Closing):
         `keep_garbled`; those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
         changes nothing, if no line is intact: the file is no `kind` ("results file").
         """
-        lines, garbled = read_lines(self.path), []
-        faults: list[tuple[int, str]] = []
+        lines, faults, garbled = read_lines(self.path), list[tuple[int, str]](), list[bytes]()
         end = position = 0  # end: where the last line to keep ends
         for number, line in enumerate(lines, start=1):
             position += len(line) + 1
             try:
                 check(line)
-                end = position
             except ValueError as error:
                 faults.append((number, str(error)))
                 if isinstance(error, Garbled):
                     garbled.append(line)
-                else:
-                    end = position  # intact, but of another version: keep it
+                    continue
+            end = position  # intact, perhaps of another version
         size = os.fstat(self._descriptor).st_size
         torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, torn by a kill
         if lines and len(garbled) == len(lines) and not torn:
             raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another file with --output")
-        if keep_garbled:
-            _keep_garbled(self.path.with_name(self.path.name + ".damaged"), garbled)
+        path = Path(f"{self.path}.damaged")
+        kept = set(read_lines(path)) if keep_garbled and garbled and path.exists() else set()
+        if keep_garbled and (new := [line for line in garbled if line not in kept]):
+            with AppendLog.open(path) as log:
+                log.append_lines(*new)
         if end > size:  # an intact last line without its newline
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
@@ -261,26 +243,6 @@ class AppendLog(Closing):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise StoreError(f"{self.path} is not a regular file; name another file with --output")
-        try:
-            # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait = f"another zinfer is writing {self.path}; wait for it, or name another file with --output"
-            raise StoreError(wait) from None
-        except OSError as error:
-            raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
-
-
-def _keep_garbled(path: Path, lines: list[bytes]) -> None:
-    """Append new `lines` to the file at `path`."""
-    kept = set(read_lines(path)) if path.exists() else set()
-    if new := [line for line in lines if line not in kept]:
-        with AppendLog.open(path) as log:
-            log.append_lines(*new)
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Measurements as they are stored. Every sample is kept; every rate is derived from the samples.
-
-`output_tok_s` counts all generated tokens over prefill and decode together, as published tables do; `decode_tok_s`
-leaves out prefill and the first token, which prefill yields.
-"""
+"""Measurements as they are stored. Every sample is kept; every rate is derived from the samples."""
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
@@ -12,22 +8,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
-from zinfer.core.case import Case
+from zinfer.core.case import Case, Name
 from zinfer.core.engine import plan_options
 from zinfer.core.value import Frozen
-from zinfer.record.bounds import (
-    LONGEST_MS,
-    AtLeastOne,
-    Bounded,
-    Count,
-    EngineSettings,
-    Ms,
-    Name,
-    NotNegative,
-    Positive,
-    Text,
-    Versions,
-)
+from zinfer.record.bounds import LONGEST_MS, AtLeastOne, Bounded, Count, EngineSettings, Ms, NotNegative, Positive, Text
+from zinfer.record.bounds import Versions as Versions
 
 Status = Literal[
     "ok", "oom_gpu", "oom_host", "unsupported", "timeout", "crashed", "nan_output", "offload_not_effective", "io_error",
@@ -215,7 +200,7 @@ class Measurement(Recorded):
 
     @cached_property
     def output_tok_s(self) -> float | None:
-        """Mean of `output_tok_s_samples`."""
+        """Mean of `output_tok_s_samples`, of prefill and decode together, as published tables have it."""
         return fmean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property

@@ -1,9 +1,8 @@
 """Record of a load of requests (`zinfer sweep --requests`).
 
-Every sample is kept, compactly: the time at which each pass ended, and of each request when it arrived and which passes
-gave it a token. All times and rates are derived from these. A request's first token ends its TTFT, which begins with
-its arrival; its last token ends E2E. TPOT is the mean time of its tokens after the first, ITL the time between any two
-tokens. Percentiles are by nearest rank.
+Times and rates are derived from the time at which each pass ended, and of each request when it arrived and which passes
+gave it a token. TTFT and E2E begin with its arrival. TPOT is the mean time of its tokens after the first, ITL the time
+between any two tokens. Percentiles are by nearest rank.
 """
 
 from collections import Counter
@@ -70,11 +69,6 @@ class RequestSample(Frozen):
             for number in (range(first, first + count) if count > 0 else repeat(first, -count))
         ]
 
-    @property
-    def last_pass(self) -> int:
-        """Number of the pass of its last token; -1 without one."""
-        return self.runs[-1][0] + max(1, self.runs[-1][1]) - 1 if self.runs else -1
-
 
 class PassCounts(Frozen):
     """Counts over all passes of a load."""
@@ -134,8 +128,9 @@ class RequestPoint(Recorded):
         if any(end <= start for start, end in pairwise(self.pass_ms)):
             raise ValueError("pass_ms: times that do not ascend")
         for sample in self.samples:
-            if sample.last_pass >= len(self.pass_ms):
-                raise ValueError(f"samples: a token of pass {sample.last_pass}, and there are {len(self.pass_ms)}")
+            last = sample.runs[-1][0] + max(1, sample.runs[-1][1]) - 1 if sample.runs else -1
+            if last >= len(self.pass_ms):
+                raise ValueError(f"samples: a token of pass {last}, and there are {len(self.pass_ms)}")
             if sample.tokens > sample.output_len or (self.status == "ok" and sample.tokens < sample.output_len):
                 raise ValueError(f"samples: {sample.tokens} tokens of a request for {sample.output_len}")
             if sample.runs and self.pass_ms[sample.runs[0][0]] <= sample.arrived_ms:
@@ -148,7 +143,7 @@ class RequestPoint(Recorded):
             raise ValueError("samples: a request that arrived at no time")
         if self.usable and not self.waiting_ms - 1 <= self.busy_ms <= self.wall_ms + 1:
             raise ValueError(
-                f"busy_ms: {self.busy_ms} of {self.wall_ms} ms, {self.waiting_ms} of them with requests that waited"
+                f"busy_ms: {self.busy_ms} of {self.wall_ms} ms, {self.waiting_ms} with requests that waited"
             )
         if self.waiting_tokens > self.output_tokens:
             raise ValueError(f"waiting_tokens: {self.waiting_tokens} of {self.output_tokens}")
@@ -190,9 +185,8 @@ class RequestPoint(Recorded):
 
     def summary(self, metric: RequestMetric) -> Summary | None:
         """Return mean, p50, p90 and p99 of a metric, in ms; None without samples."""
-        if not (ordered := sorted(self.of(metric))):
-            return None
-        return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
+        ordered = sorted(self.of(metric))
+        return Summary(fmean(ordered), *(nearest_rank(ordered, n) for n in (50, 90, 99))) if ordered else None
 
     @property
     def mean_ttft_ms(self) -> float | None:
@@ -215,9 +209,8 @@ class RequestPoint(Recorded):
     @property
     def mean_lengths(self) -> tuple[float, float] | None:
         """Mean tokens of a prompt and of an answer, as asked for."""
-        if not self.samples:
-            return None
-        return fmean(sample.input_len for sample in self.samples), fmean(sample.output_len for sample in self.samples)
+        lengths = [(sample.input_len, sample.output_len) for sample in self.samples]
+        return (fmean(tokens[0] for tokens in lengths), fmean(tokens[1] for tokens in lengths)) if lengths else None
 
     @property
     def output_tok_s(self) -> float | None:
@@ -242,7 +235,12 @@ class RequestPoint(Recorded):
     @property
     def steady_tok_s(self) -> float | None:
         """Output tokens a second between full occupancy and the last start. None if that is too short."""
-        firsts, places = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self._places
+        firsts, asked = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self.requests.in_flight
+        places = asked if isinstance(asked, int) else 0
+        if isinstance(asked, str):
+            ended = Counter(sample.passes[-1] + 1 for sample in self.samples if sample.runs)
+            begun, passes = Counter(firsts), range(len(self.pass_ms))
+            places = max(accumulate(begun[number] - ended[number] for number in passes), default=0)
         if not self.usable or not 0 < places < len(firsts):
             return None
         begin, end = firsts[places - 1], firsts[-1]
@@ -250,16 +248,6 @@ class RequestPoint(Recorded):
             return None
         tokens = sum(begin < number <= end for sample in self.samples for number in sample.passes)
         return tokens / (self.pass_ms[end] - self.pass_ms[begin]) * 1e3
-
-    @property
-    def _places(self) -> int:
-        """Requests in flight at a time; 0 if they arrived at a rate."""
-        asked = self.requests.in_flight
-        if asked is None or isinstance(asked, int):
-            return asked or 0
-        begun = Counter(sample.passes[0] for sample in self.samples if sample.runs)
-        ended = Counter(sample.passes[-1] + 1 for sample in self.samples if sample.runs)
-        return max(accumulate(begun[number] - ended[number] for number in range(len(self.pass_ms))), default=0)
 
     @property
     def padding(self) -> float | None:

@@ -8,14 +8,16 @@ Lines (`zinfer.record.jsonl`) are appended whole and synced, and checked when re
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
-from zinfer.core.value import first_fault
-from zinfer.record.bounds import Bounded, Name, Text
+from zinfer.core.case import Name
+from zinfer.core.value import first_fault, group_by
+from zinfer.record.bounds import Bounded, Text
 from zinfer.record.jsonl import AppendLog, Damage, finite, read_files, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement, Recorded
@@ -93,25 +95,21 @@ def files(path: Path) -> tuple[Path, ...]:
 
 
 def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
-    """Read the records of a file or folder, with all texts `containing`.
+    """Read the records of a file or folder but studies, with all texts `containing`. Raises StoreError for `path`.
 
-    A line that cannot be used is reported in `damaged` and the rest is used; so is a file below a folder that cannot be
-    read, as line 0. Studies are passed over. Raises StoreError when `path` itself cannot be read.
+    A line that cannot be used is reported in `damaged`, and so is a file below a folder, as line 0.
     """
-    words = [word.encode() for word in containing]
-    by_kind: dict[type[Record], list[Any]] = {Measurement: [], Header: [], RequestPoint: []}
-    damaged: list[Damage] = []
+    words, damaged, records = [word.encode() for word in containing], list[Damage](), list[Any]()
     for file, lines in read_files(path, files(path), damaged):
         for number, line in enumerate(lines, start=1):
             if all(word in line for word in words):
                 try:
                     kind, fields = unseal(line)
-                    if not kind.startswith(KIND):
-                        record = _validated(kind, fields)
-                        by_kind[type(record)].append(record)
+                    records += [] if kind.startswith(KIND) else [_validated(kind, fields)]
                 except ValueError as error:
                     damaged.append(Damage(file, number, str(error)))
-    points, headers, requests = (tuple(records) for records in by_kind.values())
+    by_kind: dict[type, list[Any]] = group_by(records, type)
+    points, headers, requests = (tuple(by_kind.get(kind, ())) for kind in (Measurement, Header, RequestPoint))
     return Records(points, headers, tuple(damaged), requests)
 
 
@@ -123,12 +121,10 @@ class Store(AppendLog):
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open `path`, made if need be, mend it, and lock it. Raises StoreError."""
-        store = super().open(path)
-        try:
+        with ExitStack() as undo:
+            undo.callback((store := super().open(path)).close)
             store.damaged = tuple(Damage(path, *fault) for fault in store.mend(decode, "results file"))
-        except BaseException:
-            store.close()
-            raise
+            undo.pop_all()
         return store
 
     def append(self, *records: Record) -> None:

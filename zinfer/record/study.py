@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AliasChoices, Field, ValidationError, model_validator
 
-from zinfer.core.case import Case
+from zinfer.core.case import Case, Name
 from zinfer.core.errors import ZinferError
 from zinfer.core.value import Frozen, first_fault
-from zinfer.record.bounds import AtLeastOne, Count, Ms, Name, NotNegative, Number, Positive, Versions
+from zinfer.record.bounds import AtLeastOne, Count, Ms, NotNegative, Number, Positive, Versions
 from zinfer.record.bounds import Text as Words
 from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_files, read_lines, seal, unseal
 from zinfer.record.measurement import Status
@@ -218,9 +218,7 @@ class Runs(NamedTuple):
 
 def files(path: Path, study: str) -> tuple[Path, ...]:
     """Return the files of a study in `path`, the oldest form first."""
-    if not path.is_dir():
-        return (path,)
-    return (*sorted(path.rglob(f"{study}.json")), *sorted(path.rglob(f"{study}.jsonl")))
+    return (*sorted(path.rglob(f"{study}.json")), *sorted(path.rglob(f"{study}.jsonl"))) if path.is_dir() else (path,)
 
 
 def append(path: Path, run: Start) -> None:
@@ -258,8 +256,7 @@ def last(path: Path, study: str) -> Study:
 
 def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield each run's first line number, and its fields or a fault."""
-    document = _document(lines, path)
-    if document is not None:
+    if (document := _document(lines, path)) is not None:
         shared = document if isinstance(document, dict) else {"document": document}
         runs = shared.pop("runs", [{}])
         for run in runs if isinstance(runs, list) else [runs]:
@@ -277,11 +274,11 @@ def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int
         if kind == KIND and fields.get("study") == study:
             yield number, fields
         elif kind == f"{KIND}.{study}":
-            lacks, rows = fields.pop("lines", 0), list[dict[str, Any]]()
-            count = lacks if isinstance(lacks, int) else 0
-            while len(rows) < count and entries and entries[0][1].startswith(f"{kind}."):
+            lines_left, rows = fields.pop("lines", 0), list[dict[str, Any]]()
+            missing = lines_left if isinstance(lines_left, int) else 0
+            while missing > 0 and entries and entries[0][1].startswith(f"{kind}."):
                 rows.append(entries.popleft()[2])
-            missing = count - len(rows)
+                missing -= 1
             lost = f"{missing} lines of this run are missing"
             yield number, lost if missing > 0 else _renamed(study, fields | {"rows": rows})
         elif kind not in ("", KIND):
@@ -316,5 +313,5 @@ def _document(lines: list[bytes], path: Path) -> Any:
     except Garbled:
         return document
     except ValueError:
-        return None
+        pass
     return None

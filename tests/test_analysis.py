@@ -200,7 +200,7 @@ def test_lossy_settings_are_ranked_apart() -> None:
     assert winner([fast]) is fast
     change = offload_verdicts([fast, slow, without])[0].change
     assert change is not None
-    assert change.after_case == slow.case
+    assert change.second == slow
     decision = decide([fast, slow, without], (), "throughput")
     assert (decision.point, decision.lossy, decision.usable) == (slow, fast, 2)
     assert not case(1, options=(("weight_codec", "lossless"),)).lossy

@@ -10,7 +10,7 @@ import pytest
 from tests import committed
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit
+from zinfer.analysis.calibrate import PredictedPoint, Quantity
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
@@ -144,7 +144,7 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
 def test_the_largest_batch_is_predicted() -> None:
     """The tolerance is an eighth: the plan leaves out gaps of the allocator and short-lived tensors of a step."""
     machines, points = committed.machines(), committed.points()
-    fitted = fit(points, machines)
+    fitted = calibrate.calibrate(points, machines)[0]
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
         group = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
         group = [p for p in group if p.case.engine == "stream" and p.case.workload.output_len == 32]
@@ -189,7 +189,7 @@ def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H1
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     efficiency = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
     points = [fabricated(efficiency, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
-    fitted = fit(points, {"h100": H100})["stream"]
+    fitted = calibrate.calibrate(points, {"h100": H100})[0]["stream"]
     assert fitted.link_share == pytest.approx(0.83, rel=1e-3)
     assert fitted.layer_s == pytest.approx(1.5e-3, rel=1e-3)
     assert fitted.mfu == pytest.approx(0.7, rel=1e-3)
@@ -223,10 +223,10 @@ def test_a_point_is_never_predicted_from_itself() -> None:
     errors = [row.error("tok_s") or 0.0 for row in table(odd, {"h100": H100})]
     assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
     assert max(map(abs, errors[:3])) < 0.01
-    ((named, band),) = fit(odd, {"h100": H100})["stream"].errors
+    ((named, band),) = calibrate.calibrate(odd, {"h100": H100})[0]["stream"].errors
     assert band > 0.3
     assert named == f"uncoded dense, streamed, {H100.gpu_name}"
-    assert fit(odd[:2], {"h100": H100})["stream"].errors == (), "too few to tell"
+    assert calibrate.calibrate(odd[:2], {"h100": H100})[0]["stream"].errors == (), "too few to tell"
 
 
 @pytest.mark.long
@@ -239,7 +239,9 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     assert any(fit_point.model.num_experts for fit_point in fitted)
     for left_out in fitted:
         case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
-        others = fit([point for point in points if point is not left_out.point], machines).get(case.engine)
+        others = calibrate.calibrate([point for point in points if point is not left_out.point], machines)[0].get(
+            case.engine
+        )
         assert (row.predicted == {}) is (others is None), "no other point of this engine"
         if others is not None:
             assert row.predicted == left_out.predicted(others)
@@ -255,8 +257,8 @@ def test_unusable_points_are_left_out() -> None:
     ]
     machines = {"h100": H100, "laptop": H100.model_copy(update={"gpu_count": 0})}
     assert len(table([good, *others], machines)) == 1
-    assert fit(others, machines) == {}
-    assert fit([], {}) == {}
+    assert calibrate.calibrate(others, machines)[0] == {}
+    assert calibrate.calibrate([], {})[0] == {}
 
 
 def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
@@ -287,7 +289,7 @@ def test_what_ships_is_the_fit_of_the_records(tmp_path: Path) -> None:
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
-    fitted = fit(committed.points(), committed.machines())
+    fitted = calibrate.calibrate(committed.points(), committed.machines())[0]
     assert set(fitted) >= {"stream", "deepspeed", "accelerate"}
     for efficiency in fitted.values():
         assert 0.5 < efficiency.link_share <= 1.01

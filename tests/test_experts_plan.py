@@ -14,7 +14,7 @@ from tests.inline_worker import InlineWorker
 from tests.test_experts import MIXTURES
 from tools import trained
 from zinfer.analysis import calibrate
-from zinfer.analysis.routing import routing_of
+from zinfer.analysis.study import routing_of
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import CHUNK_BYTES
@@ -280,23 +280,11 @@ def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
     return Study.model_validate(base | fields)
 
 
-def step_point(batch_size: int, hits: float, misses: float, **fields: Any) -> Measurement:
-    load = Workload(batch_size=batch_size, input_len=512, output_len=2)
-    case = Case(model="mixtral-8x7b", engine="stream", offload="cpu", workload=load, load_format="safetensors")
-    settings = {
-        "experts_hits_per_step": hits, "experts_misses_per_step": misses, "cached_experts": 128, "expert_cache": "lfu",
-        "experts_guessed_per_step": 8.0, "experts_right_per_step": 6.0,
-    }  # fmt: skip
-    effective = Effective(gpu_weight_bytes=0, settings=settings)
-    base: dict[str, Any] = {"case": case, "status": "ok", "machine": "h", "effective": effective}
-    return Measurement(ttft_ms=(9.0,), step_ms=((5.0,),), **base | fields)
-
-
 def test_a_step_is_planned_by_the_recorded_routing() -> None:
-    """A trace comes first, then measured steps with real weights; what neither knows is as if all were alike."""
+    """Beyond what the last trace knows, experts count as if all were alike."""
     touched = (Touched(batch_size=2, share=0.4), Touched(batch_size=8, share=0.7))
     run = traced(touched=touched)
-    routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")], [step_point(4, 1, 1)])
+    routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")])
     assert routing is not None
     recorded = MIXTRAL.model_copy(update={"routing": routing})
     shares = [recorded.touched_share(tokens) for tokens in (1, 2, 5, 8)]
@@ -311,41 +299,14 @@ def test_a_step_is_planned_by_the_recorded_routing() -> None:
     assert (routed.step_s or 0) / (even.step_s or 0) == pytest.approx(
         routed.streamed_bytes / even.streamed_bytes, rel=0.01
     )
-    old = routing_of(MIXTRAL, [traced()], [])
+    old = routing_of(MIXTRAL, [traced()])
     assert old is not None
     assert old.touched == (), "of a run of before"
-
-
-def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
-    points = [
-        step_point(1, 16, 48), step_point(4, 40, 80), step_point(4, 40, 120), step_point(99, 0, 0),
-        step_point(2, 1, 1, status="crashed"), step_point(2, 1, 1).model_copy(update={"step_ms": ()}),
-    ]  # fmt: skip
-    dummy = step_point(2, 1, 1)
-    points.append(dummy.model_copy(update={"case": dummy.case.model_copy(update={"load_format": "dummy"})}))
-    points.append(dummy.model_copy(update={"case": dummy.case.model_copy(update={"layers": 4})}))
-    routing = routing_of(MIXTRAL, [], points)
-    assert routing is not None
-    assert routing.source == "the decode steps of 3 records, after prompts of random tokens"
-    assert routing.touched == ((4, 140 / 256),)
-    recorded = MIXTRAL.model_copy(update={"routing": routing})
-    assert [recorded.hits(0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
-    assert routing_of(MIXTRAL, [], points[3:]) is None
-    assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()], points) is None
-
-
-def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
-    good = step_point(4, 40, 80)
-    assert good.effective is not None
-    for wrong in ({"experts_hits_per_step": -1.0}, {"experts_misses_per_step": "many"},
-                  {"cached_experts": None}):  # fmt: skip
-        fields = good.effective.model_dump() | {"settings": {**good.effective.settings, **wrong}}
-        with pytest.raises(ValidationError, match=next(iter(wrong))):
-            Effective.model_validate(fields)
+    assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()]) is None
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace and a sweep of one checkpoint: what its steps brought, their record predicts, the trace roughly."""
+    """A trace and a sweep of one checkpoint: the trace predicts roughly what its steps brought."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(process, "Worker", InlineWorker)
     shape = MIXTURES["qwen3_moe"] | {"vocab_size": 256, "max_position_embeddings": 128}
@@ -373,14 +334,12 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     run("sweep", *where, "--load-format", "safetensors", "-o", "sweeps/results/mix.jsonl")
     points = read(Path("sweeps/results")).points
     brought = [point.effective.wire_bytes_per_step for point in points if point.effective is not None]
-    by_steps, source = planned()
-    assert source.startswith("predicted by the decode steps of 3 records, after prompts of random tokens;")
-    assert by_steps == pytest.approx(brought, rel=0.01)
-    assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_steps, even, strict=True)), "they are not alike"
+    assert planned()[1] == source, "prompts of random tokens tell nothing of texts"
     run("study", "routing", "-m", "mix", "--prompt-file", "text.txt", "--samples", "3", "--length", "40")
     by_trace, source = planned()
     assert source.startswith("predicted by the routing recorded on text.txt;")
-    assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_trace, even, strict=True))
+    for bytes_, evenly, measured in zip(by_trace, even, brought, strict=True):
+        assert max(bytes_, measured or 0) < 0.8 * evenly, "experts are not alike"
 
 
 def test_records_of_before_brought_all_experts() -> None:

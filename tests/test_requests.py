@@ -24,8 +24,8 @@ from tests.inline import MACHINE, SPEC
 from tests.inline_worker import InlineWorker
 from tests.results import case, plain, request_point
 from zinfer.analysis.reproduce import case_commands
-from zinfer.analysis.requests import check, goodput
-from zinfer.analysis.sla import Sla
+from zinfer.analysis.requests import goodput
+from zinfer.analysis.sla import Sla, check
 from zinfer.checkpoint.source import Source
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload

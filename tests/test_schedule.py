@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import committed
-from zinfer.analysis.calibrate import fit
+from zinfer.analysis.calibrate import calibrate
 from zinfer.checkpoint.resolve import from_catalogue
 from zinfer.core.case import Case, Workload
 from zinfer.generation.pass_times import PassLoad, PassTimes
@@ -532,7 +532,7 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
 
 
 def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record() -> None:
-    fitted = fit(committed.points(), committed.machines())["stream"]
+    fitted = calibrate(committed.points(), committed.machines())[0]["stream"]
     for name in ("link_share", "mfu", "expert_mfu"):
         assert 0.85 * getattr(fitted, name) <= getattr(TUNED.at_first, name) <= getattr(fitted, name)
 

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from zinfer.analysis import requests, sla
 from zinfer.analysis.economics import Cost, EconomicsError, Fleet, Point, cost
 from zinfer.analysis.rates import exact, lossy
-from zinfer.analysis.sla import Sla, SlaCheck
+from zinfer.analysis.sla import Sla, SlaCheck, check
 from zinfer.core.value import Frozen
-from zinfer.record.measurement import Measurement
 
 Objective = Literal["throughput", "cost", "latency"]
 
@@ -41,28 +39,23 @@ def decide(
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd")
     usable = [point for point in points if point.usable]
     if exact(usable) and lossy(usable):
-        best_lossy = decide(lossy(usable), slas, objective, gpu_hour_usd, rate).point
-        best = decide(exact(usable), slas, objective, gpu_hour_usd, rate)
-        return best.model_copy(update={"lossy": best_lossy})
+        best, apart = (decide(kind(usable), slas, objective, gpu_hour_usd, rate) for kind in (exact, lossy))
+        return best.model_copy(update={"lossy": apart.point})
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
-    counts: dict[str, Any] = {"objective": objective, "keeping": len(keeping), "usable": len(usable)}
-    counts["gpu_hour_usd"] = gpu_hour_usd
+    counts: dict[str, Any] = {"keeping": len(keeping), "usable": len(usable), "gpu_hour_usd": gpu_hour_usd}
+    counts["objective"] = objective
     if not keeping:
         nearest = min(usable, key=lambda point: sum(kept.miss for kept in check(point, slas)), default=None)
         return Decision(**counts, kept=check(nearest, slas) if nearest else (), nearest=nearest)
 
     def rank(point: Point) -> tuple[float, int]:
-        value = {
-            "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or point.mean_ttft_ms or 0.0,
-            "cost": cost(point, gpu_hour_usd).usd_per_mtok or 0.0,
-        }[objective]
+        value = -(rate(point) or 0.0)
+        if objective != "throughput":
+            by_cost = objective == "cost"
+            value = (
+                cost(point, gpu_hour_usd).usd_per_mtok or 0.0 if by_cost else point.tpot_ms or point.mean_ttft_ms or 0.0
+            )
         return value, point.case.workload.batch_size
 
     point = min(keeping, key=rank)
     return Decision(**counts, point=point, kept=check(point, slas), cost=cost(point, gpu_hour_usd))
-
-
-def check(point: Point, slas: Sequence[Sla]) -> tuple[SlaCheck, ...]:
-    """Check a point of either kind against each service level."""
-    return sla.check(point, slas) if isinstance(point, Measurement) else requests.check(point, slas)

@@ -3,14 +3,9 @@
 Each factor of an engine is read off the points where it alone decides: the share of the link from offloaded decode
 steps, the rate of unpacking from their timelines, the share of the GPU memory's bandwidth, the launch time of a layer
 and the share of the matmul rate from points without offload, the GPU memory from every point that ran. Models with
-routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil others' shares.
-A prediction for a point that took part in the fit proves nothing, so `calibrate` predicts each point from factors
-fitted without it (leave-one-out cross-validation), for the placement that it had and the links as they were then::
-
-    efficiencies = fit(points, machines)
-    Planner(case, model, machine, efficiencies["stream"]).plan.output_tok_s
-
-`write` makes the file of `zinfer.plan.times.shipped`, the calibration that comes with zinfer.
+routed experts have a share of the link and of the matmul rate of their own. A prediction for a point that took part in
+the fit proves nothing, so `calibrate` predicts each point from factors fitted without it (leave-one-out
+cross-validation), for the placement that it had and the links as they were then.
 """
 
 import json
@@ -32,6 +27,7 @@ from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen, group_by
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
+from zinfer.plan.planner import e2e_s, times_of, tok_s
 from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
@@ -87,12 +83,13 @@ class FitPoint:
     @cached_property
     def linked_machine(self) -> Machine:
         """Machine with the link bandwidths measured just before and after the load: links differ from host to host."""
-        one_link = self.point.link_bandwidth if self.placement.pinned else None
-        all_links = self.point.all_links_bandwidth
-        rates = {"h2d_bandwidth": one_link} if one_link else {}
-        if all_links:
-            rates |= {"links_bandwidth": all_links}
-            rates |= {"host_bandwidth": max(all_links, self.machine.host_bandwidth or 0.0)}  # all read one memory
+        one_link, all_links = self.point.link_bandwidth, self.point.all_links_bandwidth
+        rates = {"h2d_bandwidth": one_link} if one_link and self.placement.pinned else {}
+        if all_links:  # all read one memory
+            rates |= {
+                "links_bandwidth": all_links,
+                "host_bandwidth": max(all_links, self.machine.host_bandwidth or 0.0),
+            }
         return self.machine.model_copy(update=rates)
 
     @cached_property
@@ -116,20 +113,17 @@ class FitPoint:
         workload, timing, tiers = self.point.case.workload, self.timing(efficiency), self.tiers(efficiency)
         bytes_: dict[Quantity, float] = {"gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
         bytes_["host_bytes"] = tiers.host.total
-        prefill = timing.prefill(workload.batch_size, workload.input_len)
-        step = timing.step(workload.batch_size, workload.mean_context)
-        if not self.point.usable or prefill.seconds is None or step.seconds is None:
+        prefill, step = (times.seconds for times in times_of(timing, workload))
+        rate = tok_s(workload, e2e_s(workload, prefill, step))
+        if not self.point.usable or prefill is None or step is None or rate is None:
             return bytes_
-        seconds = prefill.seconds + step.seconds * (workload.output_len - 1)
-        rate = workload.batch_size * workload.output_len / seconds
-        return bytes_ | {"ttft_s": prefill.seconds, "step_s": step.seconds, "tok_s": rate}
+        return bytes_ | {"ttft_s": prefill, "step_s": step, "tok_s": rate}
 
     @cached_property
     def efficiencies(self) -> Mapping[str, float | None]:
         """Value of each factor by this point alone."""
-        return {
-            name: getattr(self, name)() if self.point.usable or name == "memory" else None for name in _EFFICIENCIES
-        }
+        usable = self.point.usable
+        return {name: getattr(self, name)() if usable or name == "memory" else None for name in _EFFICIENCIES}
 
     def link_share(self) -> float | None:
         """Return the share of the link that a link-bound step reached."""
@@ -167,11 +161,7 @@ class FitPoint:
         return max(0.0, rest / self.model.num_layers) if not sizes.wire(tokens) else None
 
     def unpack_share(self) -> float | None:
-        """Return the unpacking rate of a traced step over the memory's bandwidth.
-
-        Steps with a second queue, with experts on demand, or that multiply resident layers from their codes do not tell
-        it; nor do those of graphs, as a trace is made without.
-        """
+        """Return the unpacking rate of a traced step over the memory's bandwidth. A trace is made without graphs."""
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth
         sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
         if placement.wire_ratio == 1 or placement.kv_on_cpu or placement.experts != "all" or placement.graphs:
@@ -228,29 +218,22 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     return described
 
 
-def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency]:
-    """Fit the efficiency of each engine, error bands included, by name."""
-    return calibrate(points, machines)[0]
-
-
 def calibrate(
     points: Points, machines: Mapping[str, Machine]
 ) -> tuple[dict[str, Efficiency], tuple[PredictedPoint, ...]]:
-    """Return each engine's efficiency, and its points, each predicted by the others."""
-    usable = fit_points(points, machines)
-    engines = sorted({point.point.case.engine for point in usable})
-    fits = {engine: _Fit([point for point in usable if point.point.case.engine == engine]) for engine in engines}
-    rows = tuple(_predicted(point, fits[point.point.case.engine]) for point in usable)
-    efficiencies = {}
-    for engine, fitted in fits.items():
-        of_engine = [row for row in rows if row.case.engine == engine]
-        efficiencies[engine] = fitted.efficiency().model_copy(update={"errors": _bands(of_engine)})
-    return efficiencies, rows
+    """Return each engine's efficiency, and all points, predicted by the others."""
+    by_engine = group_by(fit_points(points, machines), lambda point: point.point.case.engine)
+    rows, efficiencies = list[PredictedPoint](), {}
+    for engine, usable in sorted(by_engine.items()):
+        predicted = [_predicted(point, usable) for point in usable]
+        efficiencies[engine] = _efficiency(usable).model_copy(update={"errors": _bands(predicted)})
+        rows += predicted
+    return efficiencies, tuple(rows)
 
 
 def write(path: Path, results: Path = Path("sweeps/results")) -> None:
     """Fit the records under `results`, and write the factors to `path`. Four digits depend on no order."""
-    fitted = fit(latest(read(results).points), load_machines(results))
+    fitted, _ = calibrate(latest(read(results).points), load_machines(results))
 
     def rounded(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -278,11 +261,9 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
         case, machine = point.case, machines.get(point.machine)
         if point.status != "ok" or machine is None or not machine.gpu_count or point.effective is None:  # of a server
             continue
-        settings = point.effective.settings
+        settings, kernel = point.effective.settings, dict(case.options).get("experts_kernel")
         # Plans do not count what the CPU computed by torch, nor what this kernel gained.
-        if (settings.get("experts_on_cpu_per_step", 0) > 0 and "cpu_experts" not in settings) or dict(case.options).get(
-            "experts_kernel"
-        ) == "off":
+        if kernel == "off" or (settings.get("experts_on_cpu_per_step", 0) > 0 and "cpu_experts" not in settings):
             continue
         if (model := model_of(case.model, case.dtype, case.layers, case.weights)) is not None:
             usable.append(FitPoint(point, model, machine, _recorded_placement(point, model, machine)))
@@ -292,14 +273,13 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
 def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) -> Placement:
     """Return the placement of the point as the engine recorded it; as planned if it recorded none."""
     effective, workload, placer = point.effective, point.case.workload, Placer(point.case, model, machine)
-    eager = model.architecture in EAGER
     assert effective is not None
     settings: Mapping[str, Any] = effective.settings
     update: dict[str, Any] = {
         "graphs": str(settings.get("cuda_graphs")).startswith("on"),
         "kv_host_share": 0.0,
         "kv_on_cpu": False,
-        "eager": eager and settings.get("attention") == "eager",
+        "eager": model.architecture in EAGER and settings.get("attention") == "eager",
     }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     update["cpu_tokens"] = settings.get("cpu_expert_tokens", 0) if settings.get("cpu_experts") == "on" else 0
@@ -334,53 +314,43 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     return placer.bare(workload, round(kept)).model_copy(update=update)
 
 
-class _Fit:
-    """Efficiency of an engine by all of its points but one."""
+def _efficiency(points: Sequence[FitPoint], without: FitPoint | None = None) -> Efficiency:
+    """Return each factor's median over points that tell it, or its default."""
+    others = [point for point in points if point is not without]
 
-    def __init__(self, points: Sequence[FitPoint]) -> None:
-        self.points = len(points)
-        self._values: dict[tuple[str, bool], list[tuple[FitPoint, float]]] = {}
-        for point in points:
-            for name, value in point.efficiencies.items():
-                if value is not None:
-                    routed = name in _ROUTED and bool(point.model.num_experts)
-                    self._values.setdefault((name, routed), []).append((point, value))
+    def fitted(name: str, *routed: bool) -> float | None:
+        alike = (point for point in others if not routed or bool(point.model.num_experts) in routed)
+        values = [value for point in alike if (value := point.efficiencies[name]) is not None]
+        if name == "layer_s":  # the shortest step that launches may have bounded: others may have waited
+            return min((value for value in values if value > 0), default=None)
+        return median(values) if values else None
 
-    def efficiency(self, without: FitPoint | None = None) -> Efficiency:
-        """Return each factor's median over points that determine it, or its default."""
-
-        def fitted(name: str, routed: bool) -> float | None:
-            values = [value for point, value in self._values.get((name, routed), ()) if point is not without]
-            if name == "layer_s":  # the shortest step that launches may have bounded: others may have waited
-                return min((value for value in values if value > 0), default=None)
-            return median(values) if values else None
-
-        default = Efficiency()
-        efficiencies = {
-            name: fitted(name, False) or fitted(name, True) or getattr(default, name) for name in _EFFICIENCIES
-        }
-        efficiencies |= {f"expert_{name}": fitted(name, True) for name in _ROUTED}
-        return default.model_copy(update=efficiencies | {"points": self.points - (without is not None)})
+    shared = {name: fitted(name) for name in _EFFICIENCIES if name not in _ROUTED}
+    dense, routed = ({name: fitted(name, routed) for name in _ROUTED} for routed in (False, True))
+    update = {name: value for name, value in (shared | routed).items() if value}
+    update |= {name: value for name, value in dense.items() if value}
+    experts = {f"expert_{name}": value for name, value in routed.items()}
+    return Efficiency().model_copy(update=update | experts | {"points": len(others)})
 
 
-def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
+def _predicted(fit_point: FitPoint, points: Sequence[FitPoint]) -> PredictedPoint:
+    """Return a point as all `points` but itself predict it."""
     point = fit_point.point
     measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_bytes, "host_bytes": point.host_peak_bytes}
     if point.usable:
         step_s = point.step_median_ms and point.step_median_ms / 1e3
         measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3, "step_s": step_s}
     return PredictedPoint(
-        case=point.case, machine=point.machine, kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
-        predicted=fit_point.predicted(fitted.efficiency(without=fit_point)) if fitted.points > 1 else {},
+        case=point.case,
+        machine=point.machine,
+        kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
+        predicted=fit_point.predicted(_efficiency(points, fit_point)) if len(points) > 1 else {},
         measured={name: value for name, value in measured.items() if value is not None},
-    )  # fmt: skip
+    )
 
 
 def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
     errors = [(row.kind, abs(error)) for row in rows if (error := row.error("tok_s")) is not None]
-    by_kind = group_by(sorted(errors), lambda pair: pair[0])
-    return tuple(
-        (name, max(EVIDENCE.min_error, missed[min(len(missed) - 1, int(EVIDENCE.band * len(missed)))][1]))
-        for name, missed in by_kind.items()
-        if len(missed) >= EVIDENCE.kind_points
-    )
+    by_kind = group_by(sorted(errors), lambda pair: pair[0]).items()
+    many = ((name, missed) for name, missed in by_kind if len(missed) >= EVIDENCE.kind_points)
+    return tuple((name, max(EVIDENCE.min_error, missed[int(EVIDENCE.band * len(missed))][1])) for name, missed in many)

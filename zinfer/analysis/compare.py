@@ -2,13 +2,12 @@
 
 Each side's mean is known to within the half-width of its own 95% confidence interval; a difference of two means is
 known to within the two half-widths in quadrature. A change inside that is noise, whatever its sign. One repeat has no
-spread: its noise is unknown, which is not the same as small, and no such change is called better or worse::
-
-    for change in compare(read(a).points, read(b).points).changes:
-        print(change.label, change.relative, change.verdict)
+spread: its noise is unknown, which is not the same as small, and no such change is called better or worse.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import hypot
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -16,8 +15,8 @@ from zinfer.analysis.group import order, samples
 from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.units import figures
-from zinfer.core.value import Frozen
-from zinfer.record.measurement import Measurement, Status, latest
+from zinfer.core.value import group_by
+from zinfer.record.measurement import Measurement, latest
 from zinfer.record.stats import Spread, ci95_half_width
 
 Metric = Literal["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
@@ -32,27 +31,30 @@ class CompareError(ZinferError):
     """Records that cannot be compared; the message says why."""
 
 
-class Change(Frozen):
-    """Case before and after; two cases if compared across an axis. A value that is not known is None."""
+@dataclass(frozen=True)
+class Change:
+    """Two points by one metric, whatever their cases. A value that is not known is None."""
 
-    before_case: Case
-    after_case: Case
-    before_status: Status
-    after_status: Status
-    before: Spread | None
-    after: Spread | None
-    higher_is_better: bool
+    first: Measurement
+    second: Measurement
+    metric: Metric = "output_tok_s"
+
+    @cached_property
+    def before(self) -> Spread | None:
+        return value(self.first, self.metric)
+
+    @cached_property
+    def after(self) -> Spread | None:
+        return value(self.second, self.metric)
+
+    @property
+    def batch_size(self) -> int:
+        return self.second.case.workload.batch_size
 
     @property
     def label(self) -> str:
         """Engine, offload and options; of both sides if they differ."""
-        before, after = self.before_case.label(), self.after_case.label()
-        return before if before == after else f"{before} → {after}"
-
-    @property
-    def delta(self) -> float | None:
-        """Difference after - before, in the metric's unit."""
-        return self.after.mean - self.before.mean if self.before and self.after else None
+        return " → ".join(dict.fromkeys((self.first.case.label(), self.second.case.label())))
 
     @property
     def relative(self) -> float | None:
@@ -61,7 +63,7 @@ class Change(Frozen):
 
     @property
     def noise(self) -> float | None:
-        """Noise of `delta` in the metric's unit: both half-widths in quadrature."""
+        """Noise of the difference in the metric's unit: both half-widths in quadrature."""
         widths = [side.half_width for side in (self.before, self.after) if side and side.half_width is not None]
         return hypot(*widths) if len(widths) == 2 else None
 
@@ -77,7 +79,7 @@ class Change(Frozen):
             return ""
         if self.verdict == "unknown":
             return f"{self.ratio:.2f}x, single run"
-        if self.verdict in ("noise", "same"):
+        if not self.clear:
             return "within the noise"
         shares = [side.half_width / side.mean for side in (self.before, self.after) if side and side.half_width]
         return f"{self.ratio:.2f}x ± {figures(self.ratio * hypot(*shares), 2)}"
@@ -85,33 +87,33 @@ class Change(Frozen):
     @property
     def loss(self) -> float:
         """Share by which after is worse than before, or 0."""
-        return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
+        return max(0.0, (self.relative or 0.0) * (-1 if HIGHER_IS_BETTER[self.metric] else 1))
 
     @property
     def verdict(self) -> Verdict:
-        if "ok" not in (self.before_status, self.after_status):
+        statuses = self.first.status, self.second.status
+        if "ok" not in statuses:
             return "failed"
-        if self.before_status != self.after_status:
-            return "broken" if self.before_status == "ok" else "fixed"
-        if self.delta is None:
+        if statuses[0] != statuses[1]:
+            return "broken" if statuses[0] == "ok" else "fixed"
+        if self.before is None or self.after is None:
             return "untimed"
-        if self.delta == 0:
-            return "same"
-        if self.noise is None:
-            return "unknown"
-        if abs(self.delta) <= self.noise:
-            return "noise"
-        return "worse" if self.loss else "better"
+        delta = self.after.mean - self.before.mean
+        if delta == 0 or self.noise is None:
+            return "same" if delta == 0 else "unknown"
+        return "noise" if abs(delta) <= self.noise else "worse" if self.loss else "better"
+
+    @property
+    def clear(self) -> bool:
+        """True if it is beyond the noise, or of unknown noise."""
+        return self.verdict not in ("noise", "same")
 
     def cells(self, text: Callable[[float], str]) -> tuple[str, ...]:
         """Return both values (by `text`) or statuses, the change, and its noise."""
-        sides = (self.before_status, self.before), (self.after_status, self.after)
-        noise = self.noise / self.before.mean if self.noise is not None and self.before else None
-        return (
-            *(status if status != "ok" else text(value.mean) if value else "" for status, value in sides),
-            "" if self.relative is None else f"{self.relative:+.1%}",
-            "" if noise is None else f"± {noise:.1%}",
-        )
+        sides = (self.first.status, self.before), (self.second.status, self.after)
+        values = (status if status != "ok" else text(value.mean) if value else "" for status, value in sides)
+        noise = f"± {self.noise / self.before.mean:.1%}" if self.noise is not None and self.before else ""
+        return *values, "" if self.relative is None else f"{self.relative:+.1%}", noise
 
     def regressed(self, share: float) -> bool:
         """Tell whether the case broke, or lost over `share` beyond its noise."""
@@ -134,15 +136,21 @@ def compare(
     across: Sequence[str] = (),
 ) -> Comparison:
     """Match cases by all fields but `across`; compare the last points. Raises CompareError."""
-    first, second = _by_key(before, across), _by_key(after, across)
-    common = [(first[key], second[key]) for key in first.keys() & second.keys()]
+
+    def rank(item: tuple[object, Measurement]) -> tuple[str | int, ...]:
+        case = item[1].case
+        *load, batch_size = order(case)
+        return *load, case.gpu_weights or "", case.weights, batch_size
+
+    first, second = (dict(sorted(_by_key(points, across).items(), key=rank)) for points in (before, after))
+    properties = [_properties(points.values()) for points in (first, second)]
+    names = dict.fromkeys(["machine", "model revision", *sorted({name for named in properties for name in named})])
+    rows = ((name, *(named.get(name, "") for named in properties)) for name in names)
     return Comparison(
-        changes=tuple(
-            change(ours, theirs, metric) for ours, theirs in sorted(common, key=lambda pair: _order(pair[0]))
-        ),
-        only_before=tuple(sorted((first[key] for key in first.keys() - second.keys()), key=_order)),
-        only_after=tuple(sorted((second[key] for key in second.keys() - first.keys()), key=_order)),
-        differences=_differences(tuple(first.values()), tuple(second.values())),
+        changes=tuple(Change(point, second[key], metric) for key, point in first.items() if key in second),
+        only_before=tuple(point for key, point in first.items() if key not in second),
+        only_after=tuple(point for key, point in second.items() if key not in first),
+        differences=tuple((name, ours, theirs) for name, ours, theirs in rows if ours != theirs),
     )
 
 
@@ -154,19 +162,6 @@ def value(point: Measurement, metric: Metric) -> Spread | None:
     # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
     mean: float = getattr(point, "mean_ttft_ms" if metric == "ttft_ms" else metric)
     return Spread(mean, ci95_half_width(repeats)) if repeats else None
-
-
-def change(before: Measurement, after: Measurement, metric: Metric = "output_tok_s") -> Change:
-    """Compare two points by one metric, whatever their cases."""
-    return Change(
-        before_case=before.case,
-        after_case=after.case,
-        before_status=before.status,
-        after_status=after.status,
-        before=value(before, metric),
-        after=value(after, metric),
-        higher_is_better=HIGHER_IS_BETTER[metric],
-    )
 
 
 def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[Any, ...], Measurement]:
@@ -187,23 +182,7 @@ def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[
     return points_by_key
 
 
-def _order(point: Measurement) -> tuple[str | int, ...]:
-    return *order(point.case), point.case.gpu_weights or "", point.case.weights, point.case.workload.batch_size
-
-
-def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[tuple[str, str, str], ...]:
-    first, second = _properties(before), _properties(after)
-    names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
-    return tuple(
-        (name, first.get(name, ""), second.get(name, "")) for name in names if first.get(name) != second.get(name)
-    )
-
-
-def _properties(points: Sequence[Measurement]) -> dict[str, str]:
-    properties: dict[str, set[str]] = {}
-    for point in points:
-        named = {"machine": point.machine, "model revision": point.model_revision} | point.versions
-        for name, text in named.items():
-            if text:
-                properties.setdefault(name, set()).add(text)
-    return {name: " and ".join(sorted(texts)) for name, texts in properties.items()}
+def _properties(points: Iterable[Measurement]) -> dict[str, str]:
+    named = ({"machine": point.machine, "model revision": point.model_revision} | point.versions for point in points)
+    by_name = group_by({pair for names in named for pair in names.items() if pair[1]}, lambda pair: pair[0])
+    return {name: " and ".join(sorted(text for _, text in pairs)) for name, pairs in by_name.items()}

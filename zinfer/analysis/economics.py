@@ -1,8 +1,7 @@
 """Economics: cost and energy of a token, and GPUs for a demand.
 
-The more tokens a machine makes in an hour that is paid for, the cheaper each is: USD a million tokens = USD an hour /
-(3600 · tok/s) · 1e6. Energy is what NVML counted on the GPU while the point was timed, over the tokens generated
-meanwhile; a datasheet's watts never replace it.
+USD a million tokens = USD an hour / (3600 · tok/s) · 1e6. Energy is what NVML counted on the GPU while the point was
+timed, over the tokens generated meanwhile; a datasheet's watts never replace it.
 """
 
 import re
@@ -27,7 +26,7 @@ DAY_S = 86400
 LARGEST = 1e18  # most tokens of a demand, and most seconds
 Point = Measurement | RequestPoint
 _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
+_SECONDS = {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
 
 class EconomicsError(ZinferError):
@@ -97,16 +96,15 @@ def energy(point: Point) -> tuple[float, str] | None:
 def cost(point: Point, gpu_hour_usd: float | None = None) -> Cost:
     """Return the cost of a point's tokens; a price of None is unknown, not free."""
     rate, (joules, method) = point.output_tok_s, energy(point) or (None, "")
-    usd = None
-    if point.usable and rate and gpu_hour_usd is not None:
-        usd = gpu_hour_usd * point.gpus * 1e6 / rate / 3600
+    paid = gpu_hour_usd if point.usable and rate else None
+    usd = None if paid is None or not rate else paid * point.gpus * 1e6 / rate / 3600
     return Cost(usd_per_mtok=usd, j_per_token=joules, method=method)
 
 
 def parse_seconds(text: str) -> float:
     """Return the seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
-    value = 0.0 if match is None else float(match[1]) * (1e-3 if match[2] == "ms" else _SECONDS[match[2]])
+    value = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
     if not 0 < value <= LARGEST:
         raise EconomicsError(f"{text[:80]!r} is not a duration: write 8h, 30min, 2s or 250ms")
     return value
@@ -126,9 +124,8 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
 
     ``2Mtok/day`` is spread over a day, or due within `deadline` of each; ``5Mtok`` needs a `deadline`.
     """
-    match = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
-    )
+    form = r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*"
+    match = re.fullmatch(form, text)
     tokens = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
     if match is None or not 0 < tokens <= LARGEST:
         raise EconomicsError(f"{text[:80]!r} is not a demand: write 2Mtok/day, 500ktok/h, or 5Mtok with --deadline 8h")
@@ -147,7 +144,5 @@ def fleet(point: Point, tokens: float, seconds: float, utilisation: float = 0.8,
     if not rate:
         raise EconomicsError("a fleet needs a measured throughput")
     working = max(1, ceil(tokens / (rate * utilisation * seconds) * (1 - 1e-9)))  # a rounding error must not add a GPU
-    return Fleet(
-        tokens=tokens, seconds=seconds, gpu_tok_s=rate / gpus, utilisation=utilisation, working=working * gpus,
-        spare=spare,
-    )  # fmt: skip
+    capacity = {"gpu_tok_s": rate / gpus, "utilisation": utilisation}
+    return Fleet(tokens=tokens, seconds=seconds, **capacity, working=working * gpus, spare=spare)

@@ -32,14 +32,11 @@ class Setting(Frozen):
     @classmethod
     def of(cls, point: Recorded, **more: Any) -> Self:
         """Return the setting of a point."""
-        case = point.case
-        return cls(
-            machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype,
-            load_format=case.load_format, **more,
-        )  # fmt: skip
+        shared = {name: getattr(point.case, name) for name in ("model", "layers", "dtype", "load_format")}
+        return cls(machine=point.machine, **shared, **more)
 
     @property
-    def rank(self) -> tuple[bool, str, str, int]:
+    def rank(self) -> tuple[Any, ...]:
         """Sort key: whole models first."""
         return self.layers is not None, self.machine, self.model, self.layers or 0
 
@@ -63,10 +60,8 @@ class Setting(Frozen):
     @property
     def caution(self) -> str | None:
         """Warning about a slice: its memory is not its model's. None for a whole model."""
-        if self.layers is None:
-            return None
         caution = "A slice takes a slice's memory: its largest batches, with and without offload, are its own."
-        return f"{caution} See `zinfer plan --model {self.model_name}`."
+        return None if self.layers is None else f"{caution} See `zinfer plan --model {self.model_name}`."
 
 
 G = TypeVar("G", bound=Setting)
@@ -77,6 +72,10 @@ class Group(Setting):
 
     input_len: int
     output_len: int
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        return *super().rank, self.input_len, self.output_len, self.dtype
 
     @property
     def title(self) -> str:
@@ -90,12 +89,12 @@ class Group(Setting):
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
-def grouped(points: Iterable[P], of: Callable[[P], G], rank: Callable[[G], Any]) -> dict[G, list[P]]:
+def grouped(points: Iterable[P], of: Callable[[P], G]) -> dict[G, tuple[P, ...]]:
     """Return points by group, sorted; groups of slices know the number of all layers, if any point does."""
     result = {}
-    for group, members in sorted(group_by(points, of).items(), key=lambda item: rank(item[0])):
+    for group, members in sorted(group_by(points, of).items(), key=lambda item: item[0].rank):
         total = max(point.total_layers or 0 for point in members) or None
-        result[group.model_copy(update={"total_layers": total})] = members
+        result[group.model_copy(update={"total_layers": total})] = tuple(members)
     return result
 
 
@@ -106,11 +105,7 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
         load = point.case.workload
         return Group.of(point, input_len=load.input_len, output_len=load.output_len)
 
-    def rank(group: Group) -> tuple[Any, ...]:
-        return (*group.rank, group.input_len, group.output_len, group.dtype)
-
-    by_group = grouped(latest(points), group_of, rank)
-    return {group: tuple(sorted(members, key=_order)) for group, members in by_group.items()}
+    return grouped(sorted(latest(points), key=lambda point: order(point.case)), group_of)
 
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
@@ -121,20 +116,17 @@ def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[floa
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
     """Return points by load (the case at batch 1), batch sizes ascending."""
-    loads = group_by(sorted(points, key=_order), lambda point: load_of(point.case))
+    loads = group_by(sorted(points, key=lambda point: order(point.case)), lambda point: load_of(point.case))
     return {load: tuple(load_points) for load, load_points in loads.items()}
 
 
 @lru_cache(CASES)
 def order(case: Case) -> tuple[str | int, ...]:
-    """Return the sort key of loads."""
+    """Return the sort key of cases: loads, then batch sizes."""
     load, offload = case.workload, get_args(Offload).index(case.offload)
     shared = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
-    return *shared, case.engine, offload, get_args(Weights).index(case.weights), len(case.options), str(case.options)
-
-
-def _order(point: Measurement) -> tuple[str | int, ...]:
-    return *order(point.case), point.case.workload.batch_size
+    options = get_args(Weights).index(case.weights), len(case.options), str(case.options)
+    return *shared, case.engine, offload, *options, load.batch_size
 
 
 def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:

@@ -1,16 +1,15 @@
-"""Rates: the fastest engine and batch size, and whether offload pays. Pure functions over `Measurement`s.
+"""Rates: the fastest engine and batch size, and whether offload pays, by the points of one group.
 
 Offload costs speed at a given batch and makes room for a larger one, so a setting is judged at its **own best batch**,
-next to the price at equal batch. Functions take the points of one group, as `zinfer.analysis.group.groups` gives
-them; nothing in this module compares across groups.
+next to the price at equal batch.
 """
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from zinfer.analysis import reproduce
-from zinfer.analysis.compare import Change, change
+from zinfer.analysis.compare import Change
 from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.case import Case, Offload
@@ -31,7 +30,7 @@ class Edge(Frozen):
     smallest_oom: int | None = None
 
 
-class OffloadVerdict(Frozen):
+class OffloadVerdict(NamedTuple):
     """Verdict on an offload for one engine; for all engines together if `engine` is None."""
 
     engine: str | None
@@ -81,7 +80,7 @@ def winner(points: Points) -> Measurement | None:
 def ties(points: Points, first: Measurement) -> tuple[Measurement, ...]:
     """Return the best points of other loads within the noise of `first`."""
     others = [point for point in best_by_load(exact(points)) if point.case.load != first.case.load]
-    return tuple(point for point in others if change(point, first).verdict in ("noise", "same"))
+    return tuple(point for point in others if not Change(point, first).clear)
 
 
 def tied(points: Points, first: Measurement) -> str:
@@ -94,10 +93,9 @@ def cautions(points: Points) -> tuple[str, ...]:
     """Return sentences that a reader needs to read the rates right."""
     usable = [point for point in points if point.usable]
     single = sum(len(point.ttft_ms) == 1 for point in usable)
-    if not single:
-        return conditions(usable)
     some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
-    return (*conditions(usable), f"{some} one repeat, whose noise is unknown: differences may be chance.")
+    repeat = f"{some} one repeat, whose noise is unknown: differences may be chance."
+    return (*conditions(usable), *[repeat] * (single > 0))
 
 
 def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
@@ -132,7 +130,7 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
 
 def _verdict(engine: str | None, offload: Offload, using: Points, without: Points) -> OffloadVerdict:
     ours, theirs = best(using), best(without)
-    gain = change(theirs, ours) if ours and theirs else None
+    gain = Change(theirs, ours) if ours and theirs else None
     other = f"without it {f'every point failed ({statuses(without)})' if theirs is None else _rate(theirs)}"
     if not without:
         point = ours or using[0]
@@ -144,8 +142,7 @@ def _verdict(engine: str | None, offload: Offload, using: Points, without: Point
     elif gain is None:
         text = f"Offload {offload} reaches {_rate(ours)}; {other}."
     else:
-        same = gain.verdict in ("noise", "same")
-        gives = "makes no difference beyond the noise" if same else f"gives {gain.times}"
+        gives = f"gives {gain.times}" if gain.clear else "makes no difference beyond the noise"
         text = f"Offload {offload} {gives} at each side's own best batch: {_rate(ours)}, {other}. "
         text += _at_equal_batch(using, without)
     return OffloadVerdict(engine=engine, offload=offload, change=gain, text=text, compares=bool(without))
@@ -171,27 +168,27 @@ def statuses(points: Points) -> str:
     return ", ".join(f"{status} from batch {size}" for status, size in sorted(smallest.items()))
 
 
-def _by_batch(points: Points) -> dict[int, Measurement]:
-    ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
-    return {point.case.workload.batch_size: point for point in ascending}
-
-
 def _at_equal_batch(using: Points, without: Points) -> str:
     """Return the sentence on batch sizes that both sides have."""
     fast, slow = _by_batch(using), _by_batch(without)
-    changes = [change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys())]
+    changes = [Change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys())]
     if not changes:
         return "No batch size was measured on both sides."
-    clear = [change for change in changes if change.verdict not in ("noise", "same")]
-    unsure = [change.after_case.workload.batch_size for change in changes if change not in clear]
+    clear = [change for change in changes if change.clear]
+    unsure = [change.batch_size for change in changes if not change.clear]
     if not clear:
         return f"At equal batch ({_range(unsure, '{}')}) there is no difference beyond the noise."
     shares = _range([change.ratio or 0.0 for change in clear], "{:.0%}")
-    batches = _range([change.after_case.workload.batch_size for change in clear], "{}")
+    batches = _range([change.batch_size for change in clear], "{}")
     single = ", single runs" if any(change.verdict == "unknown" for change in clear) else ""
     text = f"At equal batch ({batches}{single}) it runs at {shares} of the speed without"
     rest = f"; at batch {', '.join(map(str, unsure))} the difference is within the noise" if unsure else ""
     return f"{text}{rest}."
+
+
+def _by_batch(points: Points) -> dict[int, Measurement]:
+    ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
+    return {point.case.workload.batch_size: point for point in ascending}
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -1,23 +1,20 @@
 """Loads of requests: groups, the fastest configuration, and goodput.
 
 A service level holds for each request by itself here, with its own TTFT, TPOT or E2E, as in `vllm bench serve` and
-DistServe (arXiv:2401.09670); `check` compares the statistic of the level over all requests. Rates of the whole load
-(`output_tok_s`, `decode_tok_s`) are no property of a request, and only `check` sees them.
+DistServe (arXiv:2401.09670); `zinfer.analysis.sla.check` compares the statistic of the level over all requests.
 """
 
 from collections.abc import Iterable
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zinfer.analysis.group import Setting, grouped
-from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
+from zinfer.analysis.sla import REQUEST_TIMES, Sla, parse, request_value
 from zinfer.core.engine import draft_of
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import group_by
 from zinfer.record.measurement import in_time
-from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
-
-_TIMES: dict[str, RequestMetric] = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
+from zinfer.record.requests import RequestKey, RequestPoint, RequestSample
 
 
 def goodput(point: RequestPoint) -> float | None:
@@ -28,40 +25,21 @@ def goodput(point: RequestPoint) -> float | None:
 
 def share_within(point: RequestPoint) -> float | None:
     """Return the share of requests within the record's service levels."""
-    wanted = [level for level in map(parse, point.sla) if level.metric in _TIMES]
+    wanted = [level for level in map(parse, point.sla) if level.metric in REQUEST_TIMES]
     if not point.usable or not wanted:
         return None
 
     def keeps(sample: RequestSample, sla: Sla) -> bool:
-        value = _value(point, sample, sla)
+        value = request_value(point, sample, sla.metric)
         return value is None or (value <= sla.bound if sla.at_most else value >= sla.bound)
 
     return sum(all(keeps(sample, sla) for sla in wanted) for sample in point.samples) / len(point.samples)
-
-
-def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
-    """Check each level's statistic over all requests of a load."""
-    return tuple(check_samples(sla, _samples(point, sla)) for sla in (map(parse, point.sla) if slas is None else slas))
 
 
 def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:
     """Return accepted and checked drafts of `draft` for `model`."""
     alike = [point.counts for point in points if (point.case.model, draft_of(point.case.options)) == (model, draft)]
     return sum(counts.accepted for counts in alike), sum(counts.checked for counts in alike)
-
-
-def _samples(point: RequestPoint, sla: Sla) -> list[float]:
-    values = [point.output_tok_s] if sla.metric == "output_tok_s" else []
-    if point.usable and sla.metric in _TIMES:
-        values = [_value(point, sample, sla) for sample in point.samples]
-    return [value for value in values if value is not None]
-
-
-def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None:
-    ms = point.value_ms(sample, _TIMES[sla.metric])
-    if sla.metric == "user_tok_s":
-        return 1e3 / ms if ms else None
-    return None if ms is None else ms / 1e3
 
 
 def loads_of(points: Iterable[RequestPoint]) -> dict[tuple[str, RequestKey], list[RequestPoint]]:
@@ -73,6 +51,13 @@ class RequestGroup(Setting):
     """Setting and requests of comparable loads."""
 
     requests: RequestLoad
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        asked = self.requests
+        loop = asked.in_flight if isinstance(asked.in_flight, int) else float("inf")
+        name = asked.source.rpartition(" ")[0] or asked.source  # of a file without its checksum
+        return *super().rank, self.dtype, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
     @property
     def title(self) -> str:
@@ -100,25 +85,14 @@ class RequestRates(NamedTuple):
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
     """Return all records by group, sorted, whole models first; those of a group in the order of their times."""
 
-    def group_of(point: RequestPoint) -> RequestGroup:
-        return RequestGroup.of(point, requests=point.requests)
-
-    def sort_key(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
-        asked = group.requests
-        loop = asked.in_flight if isinstance(asked.in_flight, int) else float("inf")
-        name = asked.source.rpartition(" ")[0] or asked.source  # of a file without its checksum
-        return *group.rank, group.dtype, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
-
-    return {group: tuple(members) for group, members in grouped(in_time(points), group_of, sort_key).items()}
+    return grouped(in_time(points), lambda point: RequestGroup.of(point, requests=point.requests))
 
 
 def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
     """Return the configurations, lossy ones last: by mean output tok/s, or by mean E2E at a rate."""
     by_key = group_by((point for point in points if point.usable), lambda point: point.key)
-    rows = [
-        RequestRates(records[-1], tuple(record.output_tok_s or 0.0 for record in records))
-        for records in by_key.values()
-    ]
+    rates = (tuple(record.output_tok_s or 0.0 for record in records) for records in by_key.values())
+    rows = [RequestRates(records[-1], of) for records, of in zip(by_key.values(), rates, strict=True)]
 
     def sort_key(row: RequestRates) -> tuple[bool, float]:
         e2e = row.point.summary("e2e_ms") if isinstance(row.point.requests.request_rate, float) else None

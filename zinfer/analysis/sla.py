@@ -11,16 +11,18 @@ from statistics import fmean
 from typing import Literal
 
 from zinfer.analysis import group
-from zinfer.analysis.economics import LARGEST, parse_seconds
+from zinfer.analysis.economics import LARGEST, Point, parse_seconds
 from zinfer.core.errors import ZinferError
 from zinfer.core.units import duration, figures
 from zinfer.core.value import Frozen
-from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestMetric, RequestPoint, RequestSample
 from zinfer.record.stats import nearest_rank
 
 Metric = Literal["ttft", "tpot", "e2e", "output_tok_s", "decode_tok_s", "user_tok_s"]
 TIMES: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 RATES: tuple[Metric, ...] = ("output_tok_s", "decode_tok_s", "user_tok_s")
+REQUEST_TIMES: dict[Metric, RequestMetric]
+REQUEST_TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
 STATISTICS = ("mean", "max", "min", "p50", "p90", "p95", "p99")
 _WANTED = re.compile(r"\s*(\d[\d.]*)\s*tok/s(/user)?\s*")
 _FORM = re.compile(r"\s*(\w+)(?:[\s:]+(\w+))?[\s:]*(<=|>=)[\s:]*([^:]*)")
@@ -81,10 +83,9 @@ class SlaCheck(Frozen):
         """Describe the value measured, and how far it may be trusted."""
         if self.actual is None:
             return f"{self.sla.describe()}: not measured"
-        few = ""
-        if self.sla.statistic.startswith("p") and self.samples < needed(self.sla.statistic):
-            few = ", the only sample" if self.samples == 1 else f", the worst of {self.samples} samples"
-        return f"{self.sla.describe()}: {_amount(self.sla.metric, self.actual)}{few}"
+        few = self.sla.statistic.startswith("p") and self.samples < needed(self.sla.statistic)
+        worst = ", the only sample" if self.samples == 1 else f", the worst of {self.samples} samples"
+        return f"{self.sla.describe()}: {self.value}{worst * few}"
 
 
 def parse(text: str) -> Sla:
@@ -93,8 +94,7 @@ def parse(text: str) -> Sla:
     ``ttft:p99:<=:2s``, or ``ttft<=2s`` (p99 of a time, the mean of a rate), ``20 tok/s`` of a batch, ``5 tok/s/user``.
     """
     wanted = _WANTED.fullmatch(text)
-    form = text if wanted is None else f"{'user' if wanted[2] else 'output'}_tok_s>={wanted[1]}"
-    match = _FORM.fullmatch(form)
+    match = _FORM.fullmatch(f"{'user' if wanted[2] else 'output'}_tok_s>={wanted[1]}" if wanted else text)
     name, stated, sign, value = match.groups() if match is not None else ("", "", "", "")
     metric: Metric | None = next((metric for metric in TIMES + RATES if metric == name), None)
     statistic = stated or ("p99" if metric in TIMES else "mean")
@@ -112,15 +112,17 @@ def parse(text: str) -> Sla:
     return Sla(metric=metric, statistic=statistic, at_most=sign == "<=", bound=bound)
 
 
-def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
-    """Check the point against each condition."""
-    return tuple(check_samples(sla, samples(point, sla.metric)) for sla in slas)
-
-
-def check_samples(sla: Sla, values: Sequence[float]) -> SlaCheck:
-    """Check samples of a condition's metric; bad ones are low rates and long times."""
-    value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
-    return SlaCheck(sla=sla, actual=value, samples=len(values))
+def check(point: Point, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
+    """Check a point's samples against each condition; bad ones are low rates and long times."""
+    pairs = ((sla, samples(point, sla.metric)) for sla in slas)
+    return tuple(
+        SlaCheck(
+            sla=sla,
+            actual=statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None,
+            samples=len(values),
+        )
+        for sla, values in pairs
+    )
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:
@@ -132,8 +134,21 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
     return nearest_rank(sorted(samples, reverse=not worst_high), int(name[1:]))
 
 
-def samples(point: Measurement, metric: Metric) -> Sequence[float]:
-    """Return the samples of a metric, in seconds or tokens a second."""
+def request_value(point: RequestPoint, sample: RequestSample, metric: Metric) -> float | None:
+    """Return a metric of one request, in seconds or tokens a second; None where undefined."""
+    ms = point.value_ms(sample, REQUEST_TIMES[metric])
+    if metric == "user_tok_s":
+        return 1e3 / ms if ms else None
+    return None if ms is None else ms / 1e3
+
+
+def samples(point: Point, metric: Metric) -> Sequence[float]:
+    """Return the samples of a metric, in seconds or tokens a second; of requests, one each."""
+    if isinstance(point, RequestPoint):
+        every = [point.output_tok_s] if metric == "output_tok_s" else []
+        if point.usable and metric in REQUEST_TIMES:
+            every = [request_value(point, sample, metric) for sample in point.samples]
+        return [value for value in every if value is not None]
     if metric == "ttft" or metric == "tpot" or metric == "e2e":
         times_ms = {"ttft": point.ttft_ms, "tpot": point.steps_ms, "e2e": point.e2e_ms}[metric]
         return [ms / 1e3 for ms in times_ms] if point.usable else ()

@@ -18,11 +18,11 @@ from typing import NamedTuple, get_args
 
 from zinfer.core.case import Case, weights_text, without_folders
 from zinfer.core.engine import plan_options
-from zinfer.core.model import Weights
+from zinfer.core.model import ModelSpec, Routing, Weights
 from zinfer.core.units import duration, figures, gb
 from zinfer.record import study
 from zinfer.record.measurement import latest_by
-from zinfer.record.study import Coded, Deviation, Hits, Reload, Study
+from zinfer.record.study import Coded, Deviation, Hits, Reload, Study, Touched
 
 
 class Shown(NamedTuple):
@@ -236,25 +236,31 @@ def hits(run: Study, experts: int) -> float:
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 
 
-def sizes(run: Study) -> tuple[int, ...]:
-    """Return the sizes of the cache of experts, ascending."""
-    return tuple(sorted({row.experts for row in run.of(Hits)}))
+def routing_of(model: ModelSpec, runs: Iterable[Study]) -> Routing | None:
+    """Return a model's routing by its last trace; slices of other depths do not count."""
+    every = model.routed_bytes // max(1, model.expert_bytes)
+    alike = [run for run in runs if run.model == model.name and (run.num_layers or 0) * (run.num_experts or 0) == every]
+    if not alike or model.num_experts < 2:
+        return None
+    touched = tuple(sorted((row.batch_size, row.share) for row in alike[-1].of(Touched)))
+    hits = tuple((row.batch_size, row.experts / every, row.hits) for row in alike[-1].of(Hits) if row.policy == "lfu")
+    read = alike[-1].text.name if alike[-1].text else alike[-1].machine
+    return Routing(source=f"the routing recorded on {read}", touched=touched, hits=hits)
 
 
 def _routing(run: Study) -> Shown:
     every = (run.num_layers or 0) * (run.num_experts or 0)
-    cells = [(f"{size / every:.0%}", str(size), f"{hits(run, size):.1%}") for size in sizes(run)]
-    summary = []
-    chance = (run.experts_per_token or 0) / (run.num_experts or 1)
-    if touched := run.of(study.Touched):
-        size, share = touched[-1].batch_size, touched[-1].share
-        random = 1 - (1 - chance) ** size
-        summary = [f"A step of {size} tokens touches {share:.0%} of the experts; at random, {random:.0%}."]
+    sizes = sorted({row.experts for row in run.of(Hits)})
+    missed = 1 - (run.experts_per_token or 0) / (run.num_experts or 1)  # by a token that chooses at random
     return Shown(
         "Experts that a text needs",
         f"{run.model}: {run.about}",
         "Hits: share of the needs that a cache of that size meets.",
         ("cache", "#experts", "#hits"),
-        cells,
-        (*summary,),
+        [(f"{size / every:.0%}", str(size), f"{hits(run, size):.1%}") for size in sizes],
+        tuple(
+            f"A step of {row.batch_size} tokens touches {row.share:.0%} of the experts; at random, "
+            f"{1 - missed**row.batch_size:.0%}."
+            for row in run.of(Touched)[-1:]
+        ),
     )

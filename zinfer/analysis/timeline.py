@@ -1,8 +1,8 @@
 """Timeline of a decode step: busy lanes, and the link's waits.
 
-A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link is idle. Pure
-functions over the spans of one traced step; times are ms from its beginning. Each of several GPUs has a link and lanes
-of its own: but for `by_rank`, functions take the spans of one.
+A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link is idle. Times
+are ms from the beginning of a step. Each of several GPUs has a link and lanes: but for `by_rank`, functions take those
+of one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,11 +37,7 @@ def by_rank(spans: Spans) -> tuple[Spans, ...]:
 
 
 def length_ms(spans: Spans) -> float:
-    """Return the end of the step, in ms.
-
-    A step that found a copy under way leaves as much to the next one, and ends with its last computation; another one
-    ends with its last span. Reads from disk for the next step go on all the time.
-    """
+    """Return the end of the step, in ms: of its last computation if it found a copy under way, else of any span."""
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
     ends = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
     return max(ends, default=0.0)
@@ -109,7 +105,6 @@ def _overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     if not first or not second:
         return 0.0
     edges = np.array(second)  # [n, 2]
-    lengths = edges[:, 1] - edges[:, 0]
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(lengths := edges[:, 1] - edges[:, 0])
     before = np.interp(np.array(first), edges.ravel(), np.stack([ends - lengths, ends], axis=1).ravel())
     return float(np.sum(before[:, 1] - before[:, 0]))

@@ -65,7 +65,7 @@ def command(before: Path, after: Path, metric: Metric, across: tuple[str, ...] |
         raise Failure(_nothing_common(before, after, comparison))
     _show(before, after, metric, comparison)
     if worse := [change for change in comparison.changes if allowed is not None and change.regressed(allowed)]:
-        which = ", ".join(f"{change.label} batch {change.after_case.workload.batch_size}" for change in worse[:3])
+        which = ", ".join(f"{change.label} batch {change.batch_size}" for change in worse[:3])
         more = f" and {len(worse) - 3} more" if len(worse) > 3 else ""
         points = counted(len(comparison.changes), "point")
         raise Failure(f"{len(worse)} of {points} regressed: {which}{more}", REGRESSION)
@@ -108,8 +108,8 @@ def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> 
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
         rows = []
         for change in changes:
-            mark, batch = _MARKS.get(change.verdict, change.verdict), change.after_case.workload.batch_size
-            rows.append((change.label, str(batch), *change.cells(partial(_amount, metric=metric)), mark))
+            mark = _MARKS.get(change.verdict, change.verdict)
+            rows.append((change.label, str(change.batch_size), *change.cells(partial(_amount, metric=metric)), mark))
         console().print(Table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
@@ -123,7 +123,7 @@ def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> 
 
 
 def _title(change: Change) -> str:
-    case = change.after_case
+    case = change.second.case
     part = "" if case.layers is None else f", {case.layers} layers"
     lengths = f"{case.workload.input_len} in / {case.workload.output_len} out"
     return f"{case.model}{part}, {lengths} · {weights_text(case.load_format)} · {case.dtype}"

@@ -13,7 +13,7 @@ import click
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.economics import parse_count, parse_seconds
 from zinfer.analysis.requests import acceptance as acceptance_of
-from zinfer.analysis.routing import routing_of
+from zinfer.analysis.study import routing_of
 from zinfer.checkpoint.resolve import resolve
 from zinfer.commands import catalogue, decision, options, ranking
 from zinfer.commands.decision import DecisionCriteria
@@ -270,7 +270,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
 def _efficiencies(results: Path | None) -> Mapping[str, Efficiency]:
     if results is None or results == SHIPPED:
         return shipped() if results else {}
-    fitted = calibrate.fit(latest(read(results).points), calibrate.load_machines(results))
+    fitted, _ = calibrate.calibrate(latest(read(results).points), calibrate.load_machines(results))
     if not fitted:
         raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)
     return fitted
@@ -436,10 +436,8 @@ class _Records:
 
     def routed(self, spec: ModelSpec) -> ModelSpec:
         """Return a model with its routing, if that was recorded."""
-        if spec.num_experts < 2:
-            return spec
-        points = self._points(spec.name, "experts_hits_per_step").points
-        return spec.model_copy(update={"routing": routing_of(spec, self._traces, points)})
+        routing = routing_of(spec, self._traces) if spec.num_experts > 1 else None
+        return spec if routing is None else spec.model_copy(update={"routing": routing})
 
     def _accepted(self, plan: Plan) -> tuple[int, int]:
         model, draft = plan.case.model, draft_of(plan.case.options)

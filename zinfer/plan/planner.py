@@ -79,7 +79,7 @@ class Plan(Frozen):
     @property
     def output_tok_s(self) -> float | None:
         """Output tokens a second of the whole batch, prefill included."""
-        return _tok_s(self.case.workload, self.e2e_s)
+        return tok_s(self.case.workload, self.e2e_s)
 
     @property
     def prefill_tok_s(self) -> float | None:
@@ -95,12 +95,12 @@ class Plan(Frozen):
     @property
     def e2e_s(self) -> float | None:
         """Seconds of prefill and of a step for each further token."""
-        return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
+        return e2e_s(self.case.workload, self.prefill_s, self.step_s)
 
     @property
     def expected_tok_s(self) -> float | None:
         """Output tokens a second that its engine makes; None if unknown."""
-        return _tok_s(self.case.workload, _e2e_s(self.case.workload, *self.expected()))
+        return tok_s(self.case.workload, e2e_s(self.case.workload, *self.expected()))
 
     def expected(self) -> tuple[float | None, float | None]:
         """Return the seconds of prefill and step that its engine takes; None if unknown."""
@@ -108,7 +108,7 @@ class Plan(Frozen):
             return self.prefill_s, self.step_s
         efficiency = shipped().get(self.case.engine, Efficiency())
         timing = Timing(self.placement, self.model, self.machine, efficiency)
-        prefill, step = _times(timing, self.case.workload)
+        prefill, step = times_of(timing, self.case.workload)
         return prefill.seconds, step.seconds
 
     def planner(self) -> "Planner":
@@ -164,7 +164,7 @@ class Planner:
     def rate(self, workload: Workload) -> float | None:
         """Return `Plan.output_tok_s` without making the plan."""
         prefill, step = self._times(workload)
-        return _tok_s(workload, _e2e_s(workload, prefill.seconds, step.seconds))
+        return tok_s(workload, e2e_s(workload, prefill.seconds, step.seconds))
 
     def max_batch(self, workload: Workload) -> int:
         """Return the largest batch of the workload's lengths that memory holds; 0 if none."""
@@ -312,10 +312,10 @@ class Planner:
     def _find_times(self, workload: Workload, drafts: int = 0) -> tuple[Times, Times]:
         placement = self._figured(workload)
         if self.efficiency is not None:
-            return _times(Timing(placement, self.model, self.machine, self.efficiency), workload, drafts)
+            return times_of(Timing(placement, self.model, self.machine, self.efficiency), workload, drafts)
         # The ring may be full when a batch begins, and again when its prefill ends.
         full = placement.ring_depth * Sizes(placement, self.model).chunk
-        return _times(Timing(placement, self.model, self._at_peak, LIMITS), workload, drafts, full)
+        return times_of(Timing(placement, self.model, self._at_peak, LIMITS), workload, drafts, full)
 
     def _make_plan(self, workload: Workload, max_batch: int | None = None) -> Plan:
         placement, (prefill, step) = self._figured(workload), self._times(workload)
@@ -398,16 +398,18 @@ def make_plan(
     return Planner(case, model, machine, efficiency, nvme_path).plan
 
 
-def _times(timing: Timing, workload: Workload, drafts: int = 0, full: int = 0) -> tuple[Times, Times]:
+def times_of(timing: Timing, workload: Workload, drafts: int = 0, full: int = 0) -> tuple[Times, Times]:
     """Return the times of prefill and step; a full ring saves `full` bytes."""
     ready = full // max(1, workload.output_len - 1)
     prefill = timing.prefill(workload.batch_size, workload.input_len, full)
     return prefill, timing.step(workload.batch_size, workload.mean_context, ready, drafts)
 
 
-def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+def e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+    """Return the seconds of prefill and of all further tokens."""
     return None if prefill_s is None or step_s is None else prefill_s + step_s * (workload.output_len - 1)
 
 
-def _tok_s(workload: Workload, seconds: float | None) -> float | None:
+def tok_s(workload: Workload, seconds: float | None) -> float | None:
+    """Return the output tokens a second of a batch that takes `seconds`."""
     return workload.batch_size * workload.output_len / seconds if seconds else None

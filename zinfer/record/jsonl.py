@@ -99,7 +99,7 @@ def _state_defaults(fields: dict[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` as JSON has it, with null for NaN and the infinities."""
+    """Return `value` as JSON, with null for NaN and the infinities."""
     return from_json(to_json(value, inf_nan_mode="null", fallback=str))
 
 

@@ -200,7 +200,7 @@ class Measurement(Recorded):
 
     @cached_property
     def output_tok_s(self) -> float | None:
-        """Mean of `output_tok_s_samples`, of prefill and decode together, as published tables have it."""
+        """Mean of `output_tok_s_samples`: prefill counts, as in published tables."""
         return fmean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property

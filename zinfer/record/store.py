@@ -95,7 +95,7 @@ def files(path: Path) -> tuple[Path, ...]:
 
 
 def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
-    """Read the records of a file or folder but studies, with all texts `containing`. Raises StoreError for `path`.
+    """Read the records with texts `containing` of a file or folder. Studies are passed over. Raises StoreError for `path`.
 
     A line that cannot be used is reported in `damaged`, and so is a file below a folder, as line 0.
     """

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
 
 from zinfer.analysis import rates, sla, study
-from zinfer.analysis.compare import change
+from zinfer.analysis.compare import Change
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, gib
@@ -118,7 +118,7 @@ def _tops(workload: WorkloadFindings) -> Table:
             for case in (top.case, point.case)
         )
         size = max(ours.keys() & theirs.keys(), default=None)
-        return "" if size is None else f"{change(theirs[size], ours[size]).times} at {size}"
+        return "" if size is None else f"{Change(theirs[size], ours[size]).times} at {size}"
 
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": titled,

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from zinfer.analysis.group import Setting
-from zinfer.analysis.requests import check, goodput, loads_of
+from zinfer.analysis.requests import goodput, loads_of
+from zinfer.analysis.sla import check, parse
 from zinfer.core.units import figures, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.requests import METRICS, RequestPoint
@@ -41,7 +42,7 @@ def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
         levels = (
             f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
             for record in last
-            for level in check(record)
+            for level in check(record, map(parse, record.sla))
         )
         blocks.append(Items(tuple(levels)))
     return tuple(blocks) if groups else ()

@@ -239,9 +239,8 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     assert any(fit_point.model.num_experts for fit_point in fitted)
     for left_out in fitted:
         case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
-        others = calibrate.calibrate([point for point in points if point is not left_out.point], machines)[0].get(
-            case.engine
-        )
+        rest = [point for point in points if point is not left_out.point]
+        others = calibrate.calibrate(rest, machines)[0].get(case.engine)
         assert (row.predicted == {}) is (others is None), "no other point of this engine"
         if others is not None:
             assert row.predicted == left_out.predicted(others)

@@ -76,6 +76,7 @@ def test_a_value_has_the_confidence_of_its_own_repeats(metric: Metric, mean: flo
 
 def test_noise_of_both_sides_adds_in_quadrature() -> None:
     (change,) = compare([timed(STEADY)], [timed(NEARLY)], "tpot_ms").changes
+    assert change.before is not None
     assert change.relative == pytest.approx(1 / change.before.mean)
     assert change.relative == pytest.approx(0.01)
     assert change.noise == pytest.approx(4.303 / sqrt(3) * sqrt(2))

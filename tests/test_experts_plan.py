@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tests import committed, invoke
 from tests.checkpoints import save_config
@@ -281,7 +280,7 @@ def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
 
 
 def test_a_step_is_planned_by_the_recorded_routing() -> None:
-    """Beyond what the last trace knows, experts count as if all were alike."""
+    """Beyond its last trace, a mixture routes as if all experts were alike."""
     touched = (Touched(batch_size=2, share=0.4), Touched(batch_size=8, share=0.7))
     run = traced(touched=touched)
     routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")])

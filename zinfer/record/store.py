@@ -95,9 +95,9 @@ def files(path: Path) -> tuple[Path, ...]:
 
 
 def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
-    """Read the records with texts `containing` of a file or folder. Studies are passed over. Raises StoreError for `path`.
+    """Read the records with texts `containing` of a file or folder. Raises StoreError for `path`.
 
-    A line that cannot be used is reported in `damaged`, and so is a file below a folder, as line 0.
+    Studies are passed over. Lines that cannot be used are in `damaged`, and files below a folder, as line 0.
     """
     words, damaged, records = [word.encode() for word in containing], list[Damage](), list[Any]()
     for file, lines in read_files(path, files(path), damaged):

@@ -280,7 +280,7 @@ def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
 
 
 def test_a_step_is_planned_by_the_recorded_routing() -> None:
-    """Beyond its last trace, a mixture routes as if all experts were alike."""
+    """Beyond its last trace, a mixture routes evenly."""
     touched = (Touched(batch_size=2, share=0.4), Touched(batch_size=8, share=0.7))
     run = traced(touched=touched)
     routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")])

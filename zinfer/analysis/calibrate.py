@@ -104,9 +104,8 @@ class FitPoint:
 
     def tiers(self, efficiency: Efficiency) -> Tiers:
         """Return the bytes by tier as they were placed."""
-        case, host_bytes = self.point.case, self.machine.host_bytes
-        reads = case.load_format != "dummy"
-        return Sizes(self.placement, self.model).tiers(case.workload, True, efficiency.memory, host_bytes, reads)
+        case, sizes = self.point.case, Sizes(self.placement, self.model)
+        return sizes.tiers(case.workload, self.machine, efficiency.memory, case.load_format != "dummy")
 
     def predicted(self, efficiency: Efficiency) -> dict[Quantity, float]:
         """Return the quantities that the point has measured, as predicted."""

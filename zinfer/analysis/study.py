@@ -1,13 +1,9 @@
 """Tables and answers of studies, for commands, report and plans.
 
-A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
-ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
-many weights a second, where `link` and `decode` are rates of raw bytes.
-
-Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of its
-KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
-
-With experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
+Coded bytes are fewer on the link, and some are decoded while the next ones cross: it brings at most ``1 / max(coded /
+raw, link / decode)`` times as many weights a second, where `link` and `decode` are rates of raw bytes. A reload of a KV
+cache saves computing its context, but no pass of streamed weights: it wins from some context on, the break-even. With
+experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -35,18 +35,16 @@ def advice(plans: Sequence[Plan]) -> str:
     able = sorted((plan for plan in plans if plan.holds and plan.output_tok_s), key=_rate, reverse=True)
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."
-    staying, moving = (
-        next((plan for plan in able if (plan.streamed_bytes > 0) is streams), None) for streams in (False, True)
-    )
-    if moving is None or staying is None:
-        too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
-        stream = "Stream: without it the weights do not fit." if too_large else "Only streaming was planned:"
-        by_cpu = able[0].placement.computes(able[0].case.workload.batch_size)
-        fits = "Do not stream: the CPU computes experts." if by_cpu else "Do not stream: all of it fits."
-        return f"{stream if moving else fits} {_words(able[0])}."
-    first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
-    verb = "Do not stream" if first is staying else "Stream"
-    return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
+    first, streams = able[0], able[0].streamed_bytes > 0
+    second = next((plan for plan in able if (plan.streamed_bytes > 0) is not streams), None)
+    if second is not None:
+        verb = "Stream" if streams else "Do not stream"
+        return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
+    too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
+    stream = "Stream: without it the weights do not fit." if too_large else "Only streaming was planned:"
+    by_cpu = first.placement.computes(first.case.workload.batch_size)
+    fits = "Do not stream: the CPU computes experts." if by_cpu else "Do not stream: all of it fits."
+    return f"{stream if streams else fits} {_words(first)}."
 
 
 def choices(plans: Sequence[Plan]) -> Iterator[str]:
@@ -60,14 +58,6 @@ def choices(plans: Sequence[Plan]) -> Iterator[str]:
         cache = f"the KV cache of {away} of {rows} sequences is in host memory, {how}" if away else ""
         if plan.holds and (kept or cache):
             yield f"{plan.case.label()}, batch {rows}: {'; '.join(filter(None, (kept, cache)))}."
-
-
-def peers(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a sentence on each faster engine."""
-    able = [plan for plan in plans if plan.holds and plan.output_tok_s]
-    best = max(able, key=_rate, default=None)
-    if best is not None and _offloads(best):
-        yield from _tensor_parallel(best)
 
 
 def left_out(plans: Sequence[Plan]) -> Iterator[str]:
@@ -85,8 +75,11 @@ def left_out(plans: Sequence[Plan]) -> Iterator[str]:
             )
 
 
-def _tensor_parallel(plan: Plan) -> Iterator[str]:
+def peers(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the rate of tensor parallel where the GPUs hold the model."""
+    plan = max((plan for plan in plans if plan.holds and plan.output_tok_s), key=_rate, default=None)
+    if plan is None or not (plan.streamed_bytes or plan.placement.cpu_tokens):
+        return
     model, machine, workload = plan.model, plan.machine, plan.case.workload
     gpus, stored = max(machine.gpu_count, plan.placement.gpus), model.stored_bytes
     room = gpus * (PEERS.memory * machine.gpu_bytes - ALLOWANCES.context_bytes) - stored
@@ -120,16 +113,9 @@ def host_needed(plan: Plan) -> str:
 
 def describe(plan: Plan) -> str:
     """Return one line for `--dry-run`: bytes by tier and the limit of the step."""
-    parts = [f"gpu {gib(plan.gpu.total)}", f"host {gib(plan.host.total)}"]
-    if plan.nvme.total:
-        parts.append(f"nvme {gib(plan.nvme.total)}")
-    if plan.step_s is not None:
-        parts.append(f"step >= {duration(plan.step_s)} ({plan.bound_by})")
-    return " · ".join(parts)
-
-
-def _offloads(plan: Plan) -> bool:
-    return bool(plan.streamed_bytes or plan.placement.cpu_tokens)
+    nvme = f" · nvme {gib(plan.nvme.total)}" if plan.nvme.total else ""
+    step = "" if plan.step_s is None else f" · step >= {duration(plan.step_s)} ({plan.bound_by})"
+    return f"gpu {gib(plan.gpu.total)} · host {gib(plan.host.total)}{nvme}{step}"
 
 
 def _rate(plan: Plan) -> float:

@@ -1,9 +1,5 @@
 """Bytes of a placement: what each tier stores, what crosses the link in a pass, and what waits in buffers.
 
-    placement = Placement(tier="host")
-    Sizes(placement, model).wire()          # bytes over the link in a long pass
-    Sizes(placement, model).tiers(workload) # bytes on the GPU, on the host, on NVMe
-
 Sources: offload and residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
 """
 
@@ -16,6 +12,7 @@ from pydantic import Field
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import CHUNK_BYTES, PREFILL_TOKENS, chunk_factor
+from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 
@@ -159,7 +156,7 @@ class Sizes:
         """Bytes of all layers on the GPUs."""
         return self.model.streamed_bytes if self.placement.tier == "gpu" else self.resident
 
-    @property
+    @cached_property
     def kept_unpacked(self) -> int:
         """Bytes of resident layers that no pass has to unpack."""
         layers = self.model.layers
@@ -176,12 +173,12 @@ class Sizes:
         if self.placement.tier == "gpu":
             return 0
         streamed = self.model.streamed_bytes - self.resident
-        if self.placement.computes(tokens):
+        computes, chooses = self.placement.computes(tokens), self.placement.chooses(tokens)
+        if computes or chooses:
             streamed -= min(streamed, self.model.routed_bytes)
-        elif tokens is not None and self.placement.chooses(tokens):
-            model, hits = self.model, self.model.hits(self.cached_share, tokens)
-            missing = round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
-            streamed += missing - min(streamed, model.routed_bytes)
+        if tokens is not None and chooses:
+            missed = 1 - self.model.hits(self.cached_share, tokens)
+            streamed += round(self.model.routed_bytes * self.model.touched_share(tokens) * missed)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
 
     @cached_property
@@ -190,18 +187,10 @@ class Sizes:
         layers = self.model.layers
         return sum(layers[index].expert_parameters for index in self.placement.expert_layers) * self.model.dtype_bytes
 
-    @property
-    def kept_experts(self) -> int:
-        """Bytes of experts among the weights that stay: they come after all else in layers."""
-        if self.placement.experts == "all" or self.placement.expert_layers:
-            return self.resident_experts
-        return max(0, self.resident - (self.model.streamed_bytes - self.model.routed_bytes))
-
     def touched(self, tokens: int | None) -> float:
         """Return the bytes of experts, unpacked, that the CPU computes with; 0 if the GPU does."""
-        computes = tokens is not None and self.placement.computes(tokens)
         away = self.model.routed_bytes - self.resident_experts
-        return away * self.model.touched_share(tokens or 1) if computes else 0.0
+        return away * self.model.touched_share(tokens or 1) if self.placement.computes(tokens) else 0.0
 
     @property
     def reads_codes(self) -> bool:
@@ -211,9 +200,8 @@ class Sizes:
     @property
     def code_layers(self) -> int:
         """Number of layers whose experts are multiplied from codes."""
-        if not self.model.num_experts or not self.placement.from_codes:
-            return 0
-        return self.model.num_layers if self.reads_codes else len(self.placement.expert_layers)
+        layers = self.model.num_layers if self.reads_codes else len(self.placement.expert_layers)
+        return layers if self.model.num_experts and self.placement.from_codes else 0
 
     @property
     def at_rest(self) -> tuple[float, float]:
@@ -226,23 +214,19 @@ class Sizes:
         return ratio, min(1.0, max(0.0, rest))
 
     def stored(self, weights: int, experts: int) -> int:
-        """Return the bytes at rest of weights of layers. `weights` are their bytes, `experts` those of routed experts
-        among them, unpacked."""
+        """Return the bytes at rest of `weights`. Among them are `experts` bytes of experts."""
         routed, others = self.at_rest
         return round(experts * routed + (weights - experts) * others)
 
     def unpacked(self, tokens: int | None = None) -> int:
-        """Return the bytes, unpacked, that a pass writes into the layer buffer.
-
-        All are but resident layers computed in place: uncoded or kept unpacked ones, and quantised ones from codes.
-        """
+        """Return the bytes, unpacked, that a pass writes into the layer buffer: all but layers computed in place."""
         placement, model = self.placement, self.model
         if not placement.ring_depth:
             return 0
         layers, experts = model.streamed_bytes, 0
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
-            touched = 0.0 if placement.computes(tokens) else touched
+            touched *= not placement.computes(tokens)
             layers -= model.routed_bytes
             experts = round((model.routed_bytes - self.resident_experts) * touched)
         coded, others = placement.wire_ratio < 1 and not self.reads_codes, self.stays - self.resident_experts
@@ -271,9 +255,8 @@ class Sizes:
     def activations(self, model: ModelSpec, rows: int, length: int) -> int:
         """Return the peak bytes of one layer's prefill of `rows` prompts.
 
-        These are hidden states, the widest intermediate twice (and a gate), for each expert of a token, and eager
-        attention scores (three times in the weights' type, softmax in float32). Passes in blocks keep their hidden
-        states each, and a dense feed-forward network takes a long prompt in blocks, too.
+        These are hidden states (of each block), the widest intermediate twice (and a gate), for each expert of a token,
+        and eager attention scores: three times in the weights' type, softmax in float32.
         """
         prompts = self.placement.prefill_rows(rows, length)
         tokens = at_once = prompts * length
@@ -290,23 +273,17 @@ class Sizes:
         return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
 
     def tiers(
-        self,
-        workload: Workload,
-        has_gpu: bool = True,
-        working_factor: float = 1.0,
-        host_bytes: int | None = None,
-        reads: bool = False,
+        self, workload: Workload, machine: Machine | None = None, working_factor: float = 1.0, reads: bool = False
     ) -> Tiers:
-        """Count the bytes on GPU, host and NVMe at their peak.
+        """Count the peak bytes on GPU, host and NVMe; by default of an endless machine.
 
-        Buffers and activations are taken times `working_factor`. Without a GPU the host carries what counts as `gpu`. A
-        host of `host_bytes` may have no memory to touch ahead. A load that `reads` a checkpoint has two buffers for it.
+        Without a GPU the host carries what counts as `gpu`. Buffers and activations are taken times `working_factor`. A
+        load that `reads` a checkpoint has two buffers for it.
         """
-        placement, model = self.placement, self.model
+        placement, model, host_bytes = self.placement, self.model, None if machine is None else machine.host_bytes
         batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len
-        stored, others = model.streamed_bytes, model.other_bytes
-        offloaded = stored if placement.tier != "gpu" else 0
-        resident = self.stays
+        others, resident = model.other_bytes, self.stays
+        offloaded = model.streamed_bytes if placement.tier != "gpu" else 0
         coded = placement.kept_ratio < 1 or offloaded
         streams = offloaded > resident or (coded and placement.ring_depth)  # the ring is there even if all stay
         buffers = round(placement.layer_buffers * model.layer_bytes) if streams else 0
@@ -325,33 +302,31 @@ class Sizes:
         if placement.divided:  # a part, and a copy of the whole while it is used
             buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
         kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
-        unpacked = self.kept_unpacked
-        experts = self.kept_experts
+        unpacked, experts = self.kept_unpacked, self.resident_experts
+        if placement.experts != "all" and not placement.expert_layers:  # they come after all else in layers
+            experts = max(0, self.resident - (model.streamed_bytes - model.routed_bytes))
         kept = round(self.stored(resident - unpacked, experts) * placement.form_ratio) + unpacked
         gpu = Bytes(
             weights=kept // placement.gpus + resident_others,
             kv_cache=kv + draft_kv_bytes(model, batch_size, length),
             buffers=buffers,
             activations=working + extra,
-            overhead=ALLOWANCES.context_bytes if has_gpu else 0,
+            overhead=ALLOWANCES.context_bytes if machine is None or machine.gpu_count else 0,
         )
         outside = offloaded - (resident if placement.moved else 0)
         on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
         on_disk = placement.tier == "nvme"
-        experts_on_host = min(on_host, model.routed_bytes - (experts if placement.moved else 0))
-        stored_on_host = self.stored(on_host, experts_on_host)
-        host_weights = stored_on_host + (0 if placement.resident_others else others)
+        stored_on_host = self.stored(on_host, min(on_host, model.routed_bytes - (experts if placement.moved else 0)))
         # What a load touches ahead, and reads with, is free again when the KV cache comes.
         layer = round(model.layer_bytes * model.stored_ratio)
         reads = reads and (host_bytes is None or ALLOWANCES.plenty * max(layer, others) <= host_bytes)  # else mapped
         reading = layer + max(layer, others) if reads else 0  # the weights outside the layers are read first
-        touched = 0
         plenty = host_bytes is None or host_bytes - stored_on_host >= ALLOWANCES.plenty * ALLOWANCES.ahead_bytes
-        if placement.tier == "host" and placement.ring_depth and plenty:
-            touched = min(on_host - stored_on_host, ALLOWANCES.ahead_bytes // 2)
+        ahead = plenty and placement.tier == "host" and placement.ring_depth
+        touched = min(on_host - stored_on_host, ALLOWANCES.ahead_bytes // 2) if ahead else 0
         loading = max(0, touched + reading - host_kv)
         host = Bytes(
-            weights=host_weights,
+            weights=stored_on_host + (0 if placement.resident_others else others),
             kv_cache=host_kv,
             buffers=(placement.disk_ring_bytes or 2 * model.layer_bytes if on_disk else 0) + loading,
             overhead=ALLOWANCES.process_bytes * placement.gpus,
@@ -362,9 +337,8 @@ class Sizes:
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
     """Return the KV cache bytes of the draft model, gaps included; 0 without one."""
-    if model.draft is None:
-        return 0
-    return model.draft.kv_bytes(batch_size, round(ALLOWANCES.draft_moves * length) + ALLOWANCES.draft_positions)
+    positions = round(ALLOWANCES.draft_moves * length) + ALLOWANCES.draft_positions
+    return 0 if model.draft is None else model.draft.kv_bytes(batch_size, positions)
 
 
 def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:

@@ -1,8 +1,7 @@
 """Placements: where the weights and the KV cache of a load go, as its engine does it.
 
-A load is a case whatever its workload, a model and a machine. With the KV cache on the GPU and the batch free, a byte
-holds more as cache than as a resident weight, so the batch comes first. A ring that holds a layer hides its copy behind
-a long prefill. With the batch given, residency W/(W-R) is all gain.
+With the KV cache on the GPU and the batch free, a byte holds more as cache than as a resident weight, so the batch
+comes first. With the batch given, residency W/(W-R) is all gain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,8 +66,7 @@ class Placer:
         self.options = plan_options(case.engine, case.options)
         if self.options.kv_offload == "auto" and not model.attends_by_name:
             self.options = self.options.model_copy(update={"kv_offload": "none"})
-        self.engine_options = read_options(case.engine, case.options)
-        self.transport = self.engine_options.transport()
+        self.transport = read_options(case.engine, case.options).transport()
         self.case = self._with_codes(case)
         self.choose = lru_cache(MEMOISED)(self._choose)
         self.bare = lru_cache(MEMOISED)(self._bare)
@@ -84,9 +82,7 @@ class Placer:
     def tiers(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> Tiers:
         """Count the bytes by tier, with the working memory of `efficiency`."""
         factor = (efficiency or self.efficiency or Efficiency()).memory
-        has_gpu = self.machine.gpu_count > 0
-        host_bytes, reads = self.machine.host_bytes, self.case.load_format != "dummy"
-        return Sizes(placement, self.model).tiers(workload, has_gpu, factor, host_bytes, reads)
+        return Sizes(placement, self.model).tiers(workload, self.machine, factor, self.case.load_format != "dummy")
 
     def device_bytes(self, tiers: Tiers) -> int:
         """Return the bytes on the device; without a GPU it is the host."""
@@ -96,9 +92,9 @@ class Placer:
     def _good(self) -> Efficiency:
         """Efficiency that placements are chosen by, also where figures are limits."""
         given = self.efficiency
-        if given is None or given.perfect or given == CAUTIOUS:
-            given = shipped().get(self.case.engine, Efficiency())
-        return given.for_model(self.model)
+        fitted = given is not None and not given.perfect and given != CAUTIOUS
+        good = given if given and fitted else shipped().get(self.case.engine, Efficiency())
+        return good.for_model(self.model)
 
     def _timing(self, placement: Placement, efficiency: Efficiency | None = None) -> Timing:
         return Timing(placement, self.model, self.machine, efficiency or self._good)
@@ -106,10 +102,9 @@ class Placer:
     def _with_codes(self, case: Case) -> Case:
         """Return the case as it is placed: released codes stay on the GPU where products read them."""
         coded = self.transport.coded_at_rest and self.model.stored_ratio < 1 and self.machine.gpu_count > 0
-        if case.offload != "none" or not coded or self.options.gpus > 1 or self.options.weight_codec == "none":
-            return case
+        coded = coded and self.options.gpus == 1 and self.options.weight_codec != "none"
         room = TUNING.unpacked_share * self.machine.gpu_bytes
-        if self.model.fp8_ratio and self.model.weight_bytes <= room:
+        if case.offload != "none" or not coded or (self.model.fp8_ratio and self.model.weight_bytes <= room):
             return case
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
@@ -149,13 +144,9 @@ class Placer:
         """Return the placement with the fewest unpacked layers for the shortest step."""
         limit = self._most_unpacked(placement, workload)
         careful = self._good.model_copy(update={"unpack_share": TUNING.counted_on * self._good.unpack_share})
-
-        def seconds(count: int) -> float:
-            return self._step_s(_unpacking(placement, count), workload, careful)
-
-        enough = TUNING.hidden * seconds(limit)
-        count = limit - largest(lambda fewer: seconds(limit - fewer) <= enough, limit)
-        return _unpacking(placement, count)
+        ways = [_unpacking(placement, count) for count in range(limit, -1, -1)]
+        enough = TUNING.hidden * self._step_s(ways[0], workload, careful)
+        return ways[largest(lambda fewer: self._step_s(ways[fewer], workload, careful) <= enough, limit)]
 
     def _step_s(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> float:
         """Return the seconds of a step; infinite where no rate is known."""
@@ -201,16 +192,11 @@ class Placer:
         prefill = self._timing(placement).prefill(workload.batch_size, workload.input_len).seconds
         return inf if prefill is None else prefill + self._step_s(placement, workload) * (workload.output_len - 1)
 
-    @property
-    def _host_room(self) -> float:
-        host_bytes = self.machine.host_bytes
-        return TUNING.max_host_share * (
-            TUNING.assumed_host * self.machine.gpu_bytes if host_bytes is None else host_bytes
-        )
-
     def host_fits(self, tiers: Tiers) -> bool:
         """True if host memory holds its part of the KV cache."""
-        return not tiers.host.kv_cache or tiers.host.total <= self._host_room
+        there = self.machine.host_bytes
+        room = TUNING.max_host_share * (TUNING.assumed_host * self.machine.gpu_bytes if there is None else there)
+        return not tiers.host.kv_cache or tiers.host.total <= room
 
     def _free(self, placement: Placement, workload: Workload) -> int:
         return self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))
@@ -233,34 +219,18 @@ class Placer:
 
     def _stay(self, placement: Placement, whole: bool) -> Placement:
         """Choose the layers that stay, and experts. These are those of `whole` layers, or any."""
-        layers, layer_bytes = self._resident_layers(placement), self._streamed_sizes(placement)
-        dense, update = _sum(layer_bytes, layers), dict[str, Any]()
+        layers = self._resident_layers(placement)
+        dense = _sum(self._streamed_sizes(placement), layers)
         rest = max(0, Sizes(placement, self.model).resident - dense)
-        if placement.moved:
-            update["resident_bytes"] = dense
-        if placement.experts == "on-demand" and whole and self._readable:
-            update["expert_layers"], experts = self._expert_layers(rest)
-            update["resident_bytes"] = dense + experts
+        update: dict[str, Any] = {"resident_layers": layers} | ({"resident_bytes": dense} if placement.moved else {})
+        if placement.experts == "on-demand" and whole and not self.model.fp8_ratio:  # codes that the GPU reads, too
+            sizes = [layer.expert_parameters * self.model.dtype_bytes for layer in self.model.layers]
+            mixtures = [index for index, size in enumerate(sizes) if size]
+            stay = _spread_within(mixtures, sizes, rest)
+            update |= {"expert_layers": stay, "resident_bytes": dense + _sum(sizes, stay)}
         elif placement.experts == "on-demand":
             update["cached_experts"] = min(self.model.routed_bytes, rest) // self.model.expert_bytes
-        return placement.model_copy(update=update | {"resident_layers": layers})
-
-    @property
-    def _readable(self) -> bool:
-        """True if the GPU can compute experts as the CPU reads them. Codes in FP8 would be unpacked in each pass."""
-        return not self.model.fp8_ratio
-
-    def _expert_layers(self, room: int) -> tuple[tuple[int, ...], int]:
-        """Return the layers whose experts stay, and their bytes. These are at most `room`, of layers spread over the
-        depth."""
-        sizes = [layer.expert_parameters * self.model.dtype_bytes for layer in self.model.layers]
-        mixtures = [index for index, size in enumerate(sizes) if size]
-
-        def choose(count: int) -> tuple[int, ...]:
-            return tuple(mixtures[index] for index in spread(count, len(mixtures)))
-
-        layers = choose(largest(lambda count: _sum(sizes, choose(count)) <= room, len(mixtures)))
-        return layers, _sum(sizes, layers)
+        return placement.model_copy(update=update)
 
     def _bare(
         self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth, reserved: int = 0
@@ -270,11 +240,11 @@ class Placer:
         on_gpu, kv_place = self._weights(automatic, depth), options.kv_place
         if kv_place == "none" or (kv_place == "auto" and not self._splits_kv):
             return on_gpu
-        cpu_choices = [False, True] if machine.attention_bandwidth is not None else [False]
+        known = machine.attention_bandwidth is not None
+        cpu_choices = [False, True] if known else [False]
         if on_gpu.tier == "gpu" or on_gpu.kv_ratio < 1:  # no weights stream with the cache; 8 bits stay on the host
             cpu_choices = [True]
-        trusted = machine.attention_bandwidth is not None or options.kv_attention == "cpu"
-        if kv_place == "auto" and cpu_choices == [True] and not trusted:
+        if kv_place == "auto" and cpu_choices == [True] and not known and options.kv_attention != "cpu":
             return on_gpu
         # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
         smallest = self._weights(reserved, TUNING.ring_depth)
@@ -293,9 +263,7 @@ class Placer:
             split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu, "graphs": False}
             way = self._weights(automatic, max(depth, chunks)).model_copy(update=split)
             ways.append(self._timing(way).with_best_cores(batch_size, context) if on_cpu else way)
-        if len(ways) == 1:
-            return ways[0]
-        return min(ways, key=lambda way: self._step_s(way, workload))
+        return min(ways, key=lambda way: self._step_s(way, workload)) if len(ways) > 1 else ways[0]
 
     def _rows_on_gpu(self, placement: Placement, workload: Workload) -> int:
         """Return the maximum rows whose KV cache fits the GPU."""
@@ -393,7 +361,7 @@ class Placer:
         if transport.outside_passes:
             update["layer_buffers"] = max(whole, model.other_bytes / model.layer_bytes)
             update |= {"resident_others": False, "also_streamed": transport.outside_passes * model.other_bytes}
-        fixed = update.get("experts") != "on-demand" or (update["cpu_tokens"] and self._readable)
+        fixed = update.get("experts") != "on-demand" or (update["cpu_tokens"] and not self.model.fp8_ratio)
         if transport.leaves_host and case.offload == "cpu" and fixed:
             update["moved"] = case.gpu_weights not in {None, "auto"}
         placement = base.model_copy(update=update)
@@ -453,7 +421,7 @@ class Placer:
         options, model, wire_ratio = self.options, self.model, self._base.wire_ratio
         if options.experts != "auto" or not self._chooses:
             return options.experts != "all" and self._chooses
-        packed = getattr(self.engine_options, "packed", "auto") != "auto"
+        packed = getattr(read_options(self.case.engine, self.case.options), "packed", "auto") != "auto"
         step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
         fewer = step <= TUNING.fewer_share * model.streamed_bytes
         fewer = fewer and model.expert_bytes * wire_ratio >= TUNING.min_expert_bytes
@@ -513,11 +481,9 @@ class Placer:
         buffer = round(factor * placement.gpus * buffer)  # each GPU has whole ones
         wanted = placement.layer_chunks + (KEPT_BUFFERS if placement.gpus > 1 else 0)
         more = max(0, min(wanted - depth, free // buffer))
-        if placement.ring_depth:
-            free -= more * buffer
-        return depth + more, reserved + _fitting(self._layer_sizes, placement.kept_ratio * placement.form_ratio, free)[
-            0
-        ]
+        free -= more * buffer if placement.ring_depth else 0
+        kept, *_ = _fitting(self._layer_sizes, placement.kept_ratio * placement.form_ratio, free)
+        return depth + more, reserved + kept
 
     @cached_property
     def _layer_sizes(self) -> list[int]:
@@ -554,21 +520,25 @@ class Placer:
         used = host.total + (0 if self.machine.gpu_count else gpu.total)
         free = max(0, round(TUNING.host_share * (self.machine.host_bytes or 0)) - used) / placement.kept_ratio
         budget = parse_share(self.options.host_weights, sum(layer_bytes), int(free))
-
-        def choose(count: int) -> tuple[int, ...]:
-            return tuple(rest[index] for index in spread(count, len(rest)))
-
-        count = largest(lambda count: _sum(layer_bytes, choose(count)) <= budget, len(rest))
+        held = _spread_within(rest, layer_bytes, budget)
         if self.options.host_weights.endswith("%"):
-            count = min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes)))
-        held = choose(count)
+            held = _chosen(rest, min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes))))
         return placement.model_copy(update={"host_layers": held, "held_bytes": _sum(layer_bytes, held)})
 
 
 def _unpacking(placement: Placement, count: int) -> Placement:
     """Return the placement with `count` of its resident layers unpacked."""
-    stay = placement.resident_layers
-    return placement.model_copy(update={"unpacked_layers": tuple(stay[index] for index in spread(count, len(stay)))})
+    return placement.model_copy(update={"unpacked_layers": _chosen(placement.resident_layers, count)})
+
+
+def _chosen(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return `count` of the layers, spread evenly."""
+    return tuple(layers[index] for index in spread(count, len(layers)))
+
+
+def _spread_within(layers: Sequence[int], sizes: Sequence[int], room: int) -> tuple[int, ...]:
+    """Return as many of the layers as `room` bytes hold, spread evenly."""
+    return _chosen(layers, largest(lambda count: _sum(sizes, _chosen(layers, count)) <= room, len(layers)))
 
 
 def _sum(sizes: Sequence[int], layers: Iterable[int]) -> int:

@@ -1,14 +1,11 @@
 """Planner of a load: what fits, where it goes, and how long it takes, before anything runs.
 
-    planner = Planner(case, model, machine)
-    planner.at(workload).placement          # what the engine does
-    planner.max_batch(workload)             # the largest batch of these lengths that fits
-
 Each workload is planned once. A `Plan` is a value, which a worker gets as JSON; `Plan.planner` goes on from it there.
 """
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
+from math import inf
 from typing import Any
 
 from zinfer.core.case import Case, Workload
@@ -106,8 +103,7 @@ class Plan(Frozen):
         """Return the seconds of prefill and step that its engine takes; None if unknown."""
         if self.efficiency is not None:
             return self.prefill_s, self.step_s
-        efficiency = shipped().get(self.case.engine, Efficiency())
-        timing = Timing(self.placement, self.model, self.machine, efficiency)
+        timing = Timing(self.placement, self.model, self.machine, shipped().get(self.case.engine, Efficiency()))
         prefill, step = times_of(timing, self.case.workload)
         return prefill.seconds, step.seconds
 
@@ -220,31 +216,28 @@ class Planner:
         """Plan the draft model, all of it on the GPU; None without one."""
         if (model := self.model.draft) is None:
             return None
-        fields: dict[str, Any] = {"model": model.name, "dtype": model.dtype, "offload": "none", "workload": workload}
-        fields["options"] = tuple(option for option in self.case.options if option[0] == "cuda_graphs")
-        kept = {name: getattr(self.case, name) for name in ("engine", "load_format", "allow_nan")}
-        return Planner(Case(**fields, **kept), model, self.machine)._make_plan(workload, self.max_batch(workload))
+        fields = {name: getattr(self.case, name) for name in ("engine", "load_format", "allow_nan")}
+        options = tuple(option for option in self.case.options if option[0] == "cuda_graphs")
+        case = Case(model=model.name, dtype=model.dtype, offload="none", workload=workload, options=options, **fields)
+        return Planner(case, model, self.machine)._make_plan(workload, self.max_batch(workload))
 
     def with_drafts(self, plan: Plan, acceptance: float) -> Plan:
         """Return `plan` with the gain of drafts of this acceptance; `step_s` becomes that of a token."""
         workload, placement = plan.case.workload, self._figured(plan.case.workload)
         best, draft_s = plan, 0.0
         if (drafter := self.draft(workload)) is not None:
-            step_s = drafter.step_s if self.efficiency is None else drafter.expected()[1]
-            if step_s is None:
-                return plan
-            draft_s = step_s
+            draft_s = (drafter.step_s if self.efficiency is None else drafter.expected()[1]) or inf
         for drafts in range(MAX_DRAFTS + 1):
             _, step = self._find_times(workload, drafts)
-            if step.seconds is None:
+            if step.seconds is None or draft_s == inf:
                 return plan
             tokens = sum(acceptance**position for position in range(drafts + 1))
             token_s = (step.seconds + drafts * draft_s) / tokens
             if not drafts or token_s < (best.step_s or 0.0):
-                times = {"pass_s": step.seconds, "drafting_s": drafts * draft_s}
-                fields: dict[str, Any] = {"step_s": token_s, "bound_by": step.bound_by}
-                fields["drafting"] = Drafting(acceptance=acceptance, drafts=drafts, tokens_a_pass=tokens, **times)
-                fields["streamed_bytes"] = Sizes(placement, self.model).wire(workload.batch_size * (1 + drafts))
+                times = {"pass_s": step.seconds, "drafting_s": drafts * draft_s, "tokens_a_pass": tokens}
+                drafting = Drafting(acceptance=acceptance, drafts=drafts, **times)
+                wire = Sizes(placement, self.model).wire(workload.batch_size * (1 + drafts))
+                fields = {"step_s": token_s, "bound_by": step.bound_by, "drafting": drafting, "streamed_bytes": wire}
                 best = plan.model_copy(update=fields)
         return best
 
@@ -253,10 +246,7 @@ class Planner:
         return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
 
     def searched(self, workload: Workload, rows: int | None = None, exact: bool = False) -> "Planner":
-        """Return the planner of the fastest way: of experts, and shares that stay.
-
-        It is the fastest of at most `rows` rows, or of `exact` ones.
-        """
+        """Return the planner of the fastest experts and share. `exact`: of `rows` rows, not at most."""
         if self.case.offload != "cpu" or not self.placer.transport.leaves_host:
             return self
         count = rows if exact else None
@@ -340,16 +330,13 @@ class Planner:
         )
 
     def _find_largest(self, input_len: int, output_len: int) -> int:
-        def fits(batch_size: int) -> bool:
-            return self.fits(Workload(batch_size=batch_size, input_len=input_len, output_len=output_len))
-
-        return search.largest_batch(fits)
+        workload = Workload(batch_size=1, input_len=input_len, output_len=output_len)
+        return search.largest_batch(lambda batch_size: self.fits(workload.with_batch(batch_size)))
 
     def _find_why_not(self, input_len: int, output_len: int) -> str | None:
         """Return the refusal in one line: the memory that is short, and settings that would work instead."""
         case, workload = self.case, Workload(batch_size=1, input_len=input_len, output_len=output_len)
-        contradiction = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
-        if contradiction is not None:
+        if contradiction := conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights):
             return contradiction
         if is_server(case.engine):  # it decides by itself
             return None
@@ -359,10 +346,8 @@ class Planner:
             return None
         model, ways = self.model, self._remedies(workload)
         cut = f" ({model.num_layers} of {model.total_layers} layers)" if model.num_layers < model.total_layers else ""
-        return (
-            f"{case.model}{cut} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}. "
-            f"What would work: {'; '.join(ways)}."
-        )
+        needs = f"{case.model}{cut} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}"
+        return f"{needs}. What would work: {'; '.join(ways)}."
 
     def _remedies(self, workload: Workload) -> list[str]:
         """Return settings that need less memory, as they are typed."""

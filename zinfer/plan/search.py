@@ -1,7 +1,4 @@
-"""Searches over batch sizes, given a function to judge one.
-
-A larger batch is free until the KV cache fills the device, compute catches up with the link, or the KV reads do.
-"""
+"""Searches over batch sizes, given a function to judge one."""
 
 from bisect import bisect_left
 from collections.abc import Callable

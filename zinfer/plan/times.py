@@ -5,8 +5,6 @@ bytes out of host memory / DRAM), whatever the batch. Prefill does the same in p
 `LIMITS` is this physics alone. An `Efficiency` makes it a prediction, of what an engine does besides and cannot
 overlap: unpacking, small kernels, layers that come late, the last layer. `zinfer.analysis.calibrate` fits it.
 
-    Timing(Placement(tier="host"), model, machine).step(batch_size=32, context=528).bound_by        # "link"
-
 Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.core.model`.
 """
 
@@ -170,14 +168,10 @@ class Timing:
         return self.efficiency.for_model(self.model)
 
     def step(self, batch_size: int, context: int, ready: int = 0, drafts: int = 0) -> Times:
-        """Time a decode step with `context` cached tokens on average.
-
-        `ready` bytes are in the ring when it begins. It verifies `drafts` tokens of each sequence, too.
-        """
+        """Time a decode step, with `context` cached tokens on average. `ready` bytes are in the ring."""
         placement, model, tokens = self.placement, self.model, batch_size * (1 + drafts)
-        rows, kv_copies = placement.rows(batch_size), 0
-        if not placement.kv_on_cpu:
-            kv_copies = ceil(placement.host_rows(rows) / placement.prefill_rows(rows, max(1, context)))
+        rows = placement.rows(batch_size)
+        kv_copies = ceil(placement.host_rows(rows) / placement.prefill_rows(rows, max(1, context)))
         work = _Work(
             read=model.parameters_read(tokens) * model.dtype_bytes,
             flops=model.decode_flops(tokens, context),
@@ -186,7 +180,7 @@ class Timing:
             ready=ready,
             tokens=tokens,
             launched=not placement.graphs or drafts > 0 or 0 < placement.cpu_tokens < tokens,
-            kv_copies=kv_copies,
+            kv_copies=0 if placement.kv_on_cpu else kv_copies,
         )
         return self._pass(work)
 
@@ -205,11 +199,9 @@ class Timing:
             between=_bytes_between_products(model, batch_size, input_len, placement.eager) // passes,
             ready=ready // passes,
         )
-        times = self._pass(work)
-        if times.seconds is None:
-            return times
-        limits = {bound: seconds * passes for bound, seconds in times.limits.items()}
-        return Times(seconds=times.seconds * passes, bound_by=times.bound_by, limits=limits)
+        seconds, bound_by, limits = (times := self._pass(work)).seconds, times.bound_by, times.limits
+        limits = {bound: each * passes for bound, each in limits.items()}
+        return Times(seconds=seconds and seconds * passes, bound_by=bound_by, limits=limits)
 
     def with_best_cores(self, batch_size: int, context: int) -> Placement:
         """Return the placement with the best share of the CPU's cores."""
@@ -217,8 +209,7 @@ class Timing:
         for share in RATES.cpu_shares:
             fewer = replace(self, placement=self.placement.model_copy(update={"kv_cpu_share": share}))
             times = fewer.step(batch_size, context)
-            in_time = times.limits.get("cpu attention", 0.0) <= RATES.cpu_time * times.limits.get("link", 0.0)
-            if not in_time:
+            if times.limits.get("cpu attention", 0.0) > RATES.cpu_time * times.limits.get("link", 0.0):
                 break  # fewer cores take longer still
             if times.seconds is not None and shortest is not None and times.seconds < shortest:
                 best, shortest = fewer.placement, times.seconds
@@ -239,9 +230,8 @@ class Timing:
 
     def attention_bytes(self, kv: float) -> float:
         """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
-        if self.efficiency.perfect:
-            return kv
-        return kv + 2 * kv / self.placement.kv_ratio if self.placement.kv_ratio < 1 else kv
+        narrow = self.placement.kv_ratio < 1 and not self.efficiency.perfect
+        return kv + 2 * kv / self.placement.kv_ratio if narrow else kv
 
     def contended_rates(self, cpu: float, host_kv: int, copying: float) -> tuple[float, float]:
         """Return the seconds of CPU attention and copies that share memory.
@@ -266,23 +256,20 @@ class Timing:
     def _at_coding_bound(self) -> "Timing":
         """Return the timing with coded weights of the smallest possible size."""
         placement, model = self.placement, self.model
-        bound = placement.wire_ratio
-        if model.stored_ratio == 1:
-            bound = RATES.coded_bound
-        elif placement.codec == "lossless":
+        bound = RATES.coded_bound if model.stored_ratio == 1 else placement.wire_ratio
+        if model.stored_ratio != 1 and placement.codec == "lossless":
             bound = model.stored_ratio - (1 - RATES.fp8_bound) * model.fp8_ratio
-        ratio = min(placement.wire_ratio, bound)
-        return replace(self, placement=placement.model_copy(update={"wire_ratio": ratio}))
+        smallest = {"wire_ratio": min(placement.wire_ratio, bound)}
+        return replace(self, placement=placement.model_copy(update=smallest))
 
     def _pass(self, work: _Work) -> Times:
         """Time a pass: its slowest limit, or as an engine runs it."""
         if not self.efficiency.perfect:
             return self._predicted(work)
         timing = self._at_coding_bound() if self.placement.wire_ratio < 1 else self
-        if not (limits := timing._limits(work)):
-            return Times()
-        bound_by = max(limits, key=lambda bound: limits[bound])
-        return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
+        limits = timing._limits(work)
+        bound_by = max(limits, key=lambda bound: limits[bound], default=None)
+        return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits) if bound_by else Times()
 
     def _over_link(self, work: _Work) -> int:
         """Return the bytes that a pass brings over the links."""
@@ -411,10 +398,8 @@ class Timing:
 
     def _kernels_s(self, tokens: int | None) -> float:
         """Return the seconds of a step's small kernels, which no bytes explain."""
-        if tokens is None or not self.machine.gpu_count:
-            return 0.0
-        kernels = self.model.num_layers * RATES.kernel_s
-        return kernels + self._sizes.code_layers * self.efficiency.expert_kernel_s
+        kernels = self.model.num_layers * RATES.kernel_s + self._sizes.code_layers * self.efficiency.expert_kernel_s
+        return 0.0 if tokens is None or not self.machine.gpu_count else kernels
 
     @property
     def _routed_layers_s(self) -> float:

@@ -14,7 +14,7 @@ from tests import invoke, mentions
 from tests.results import case, plain, point, sweep
 from zinfer.analysis.reproduce import case_commands
 from zinfer.commands.batch import command as batch
-from zinfer.commands.options import SHORTHANDS, one_load
+from zinfer.commands.options import merged, one_load
 from zinfer.core.case import Case, Workload
 from zinfer.record.store import Store, read
 from zinfer.report.measured import rated
@@ -242,8 +242,7 @@ def test_the_printed_command_uses_the_same_configuration(
     given = batch.make_context("batch", words[2:]).params
     assert given["layers"] is None, "the whole model"
     assert given["batch_size"] == (asked.workload.batch_size if asked.layers is None else None)
-    settings = given["settings"] | {key: value for key in SHORTHANDS if (value := given.get(key)) is not None}
-    loads = one_load("batch", given | {"settings": settings})
+    loads = one_load("batch", merged(given))
     whole = {load.case("dummy", given["dtype"], 1, 1) for load in loads}
     wanted = asked.load.model_copy(
         update={"layers": None, "workload": Workload(batch_size=1, input_len=1, output_len=1)}

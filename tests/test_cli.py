@@ -185,10 +185,11 @@ def verbs() -> dict[str, click.Command]:
     return {verb: command for verb, command in (commands | kinds).items() if not isinstance(command, click.Group)}
 
 
+@pytest.mark.parametrize("columns", ["80", "100"])
 def test_help_of_a_verb_shows_each_option_once_in_groups_and_is_short(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", columns)
     for verb, command in verbs().items():
         text = zinfer(folder, *verb.split(), "--help").stdout
         assert text.count("\n") <= 100, verb

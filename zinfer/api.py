@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from zinfer.analysis.requests import goodput
-from zinfer.commands import limits
 from zinfer.commands import options as flags
 from zinfer.commands import plan as plan_verb
 from zinfer.commands import sweep as sweep_verb
+from zinfer.commands.verb import Verb
 from zinfer.core.case import MAX_COUNT
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import ModelError
@@ -52,7 +52,7 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
-@click.command("LLM")
+@click.command("LLM", cls=Verb)
 @flags.model
 @flags.job_options
 def _load(**how: Any) -> dict[str, Any]:
@@ -365,7 +365,6 @@ def _asked(
     command: click.Command, given: Mapping[str, Any], words: Sequence[str] = ()
 ) -> tuple[click.Context, dict[str, Any]]:
     """Return a context for the parameters `given`, and their values. Raises ZinferError, TypeError."""
-    limits.bound(command)
     known = {name.lstrip("-").replace("-", "_"): param for param in command.params for name in param.opts}
     known |= {str(param.name): param for param in command.params}
     arguments, loads = [*words], "nvme_path" in known

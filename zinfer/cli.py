@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import click
 
 from zinfer import __version__
-from zinfer.commands import limits
 from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, is_out_of_memory
 from zinfer.system.ending import interruption
 from zinfer.system.printable import discard, guarded, refuse_surrogates
@@ -107,7 +106,6 @@ class _Verbs(click.Group):
         if name not in VERBS:
             return None
         command: click.Command = import_module(f"zinfer.commands.{name}").command
-        limits.bound(command)
         return command
 
     def resolve_command(

@@ -39,7 +39,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @click.command("batch", cls=Verb)
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @option("-o --output", options.FILE, "JSON lines of the answers, appended one by one.", required=True)
-@option("-m --model", str, f"{options.MODEL_HELP}  [required, but for --merge]")
+@option("-m --model", str, f"{options.MODEL_HELP}  [required, but for --merge]", metavar="MODEL")
 @options.job_options
 @option("--shard", options.SHARD, "Answer only the lines i, i+n, .., into a part beside --output: for a job array.")
 @option("--merge", bool, "Put the answers of all shards together, in the order of PROMPTS.")

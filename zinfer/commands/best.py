@@ -33,7 +33,7 @@ REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
 @click.command("best", cls=Verb)
 @results_options
-@option("-m --model", str, "Show only this model.")
+@option("-m --model", str, metavar="MODEL", text="Show only this model.")
 @repeatable("--sla levels", "Level to keep, such as ttft:p99:<=:2s.", "LEVEL")
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
 @price

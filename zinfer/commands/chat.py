@@ -38,15 +38,15 @@ def object_of(text: str) -> dict[str, Any]:
 
 
 chat_options = option_group(  # that only a conversation has
-    option("--chat", bool, "Conversation: each prompt, else each line of stdin, is a turn."),
+    option("--chat", bool, "Converse: each prompt, or line of stdin, is a turn."),
     option("--system-prompt --system system", str, "System message, before the first turn."),
     chat_template,
     option(
         "--chat-template-kwargs",
-        Parsed("json", object_of),
-        'Settings of the chat template, as {"enable_thinking": false}.',
+        Parsed("JSON", object_of),
+        'Its settings, as {"enable_thinking": false}.',
     ),
-    option("--kv-cache-size", SIZE, "Maximum host memory for KV caches of conversations, as 8GiB.", default="8GiB"),
+    option("--kv-cache-size", SIZE, "Host memory for the KV cache of --chat.", default="8GiB"),
 )
 
 

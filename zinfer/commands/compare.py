@@ -37,7 +37,7 @@ def _share(text: str) -> float:
 @click.argument("before", metavar="A", type=RESULTS)
 @click.argument("after", metavar="B", type=RESULTS)
 @option("--metric", click.Choice(METRICS), "Metric to compare.", default="output_tok_s")
-@option("--across", options.Words(AXES), f"Fields in which matched cases may differ: {', '.join(AXES)}.")
+@option("--across", options.words("", AXES), f"Fields in which matched cases may differ: {', '.join(AXES)}.")
 @option(
     "--fail-on-regression allowed",
     options.Parsed("percent", _share),

@@ -16,14 +16,7 @@ from zinfer.checkpoint.tokenizer_files import chat_template as template_of
 from zinfer.checkpoint.tokenizer_files import folder_of, require
 from zinfer.commands.verb import help_engine
 from zinfer.core.case import Case
-from zinfer.core.engine import (
-    ENGINES,
-    OptionError,
-    StreamOptions,
-    is_server,
-    values,
-)
-from zinfer.core.errors import ZinferError
+from zinfer.core.engine import ENGINES, OptionError, StreamOptions, is_server, values
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError
 from zinfer.core.units import parse_bytes
@@ -39,22 +32,28 @@ OFFLOADS = ("none", "cpu", "nvme")
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
 MODEL_HELP = "Name in the catalogue (`zinfer plan --list models`), hub id, checkpoint folder, GGUF, or config.json."
 NAME_A_MODEL = "--model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
-OFFLOAD_HELP = "Weights on GPU, in host memory or on NVMe."
+OFFLOAD_HELP = "Weights on GPU, host or NVMe."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = (
     "Engines (accelerate, deepspeed, stream, tensorrt), servers (vllm, llama-server, ..), or recipes in engines/.  "
     "[default: stream]"
 )
 
-COUNT, AMOUNT = click.IntRange(min=1), click.FloatRange(min=0)
+AMOUNT = click.FloatRange(min=0)
 SECONDS, ONE_OFFLOAD = click.FloatRange(min=0, min_open=True), click.Choice(OFFLOADS)
 PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
 SHARE = click.FloatRange(0, 1, min_open=True)
+NUMBER_METAVARS = {click.IntRange: "N", click.FloatRange: "X", int: "N", float: "X"}
 
 
 def option(names: str, kind: Any, text: str, **settings: Any) -> Callable[[Command], Command]:
     """Return a click option: its names with spaces between, its type (`bool` is a flag), and its help."""
-    return click.option(*names.split(), help=text, **({"is_flag": True} if kind is bool else {"type": kind}) | settings)
+    usual = (
+        {"is_flag": True}
+        if kind is bool
+        else {"type": kind, "metavar": NUMBER_METAVARS.get(kind if isinstance(kind, type) else type(kind))}
+    )
+    return click.option(*names.split(), help=text, **usual | settings)
 
 
 def repeatable(names: str, text: str, metavar: str, **settings: Any) -> Callable[[Command], Command]:
@@ -62,52 +61,46 @@ def repeatable(names: str, text: str, metavar: str, **settings: Any) -> Callable
     return option(names, str, f"{text} Repeatable.", multiple=True, metavar=metavar, **settings)
 
 
-class Words(click.ParamType[Any]):
-    """Comma list of words: of `choices`, if there are any, unless `others` are allowed."""
-
-    name = "a,b,.."
-
-    def __init__(self, choices: tuple[str, ...] = (), others: bool = False) -> None:
-        self.choices, self.others = choices, others
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return f"[{'|'.join(self.choices)}],.." if self.choices else None
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = tuple(word.strip() for word in value.split(",") if word.strip())
-        unknown = [word for word in words if self.choices and not self.others and word not in self.choices]
-        if unknown or not words:
-            self.fail(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(self.choices)}", param, ctx)
-        return words
-
-
 class Parsed(click.ParamType[Any]):
-    """Value that `parse` makes of a text; the message of its ValueError or ZinferError is the user's."""
+    """Value that `parse` makes of a text. Help shows its `name`.
 
-    def __init__(self, name: str, parse: Callable[[str], Any], largest: int | None = None) -> None:
-        self.name, self._parse = name, parse
+    The user gets the message of its ValueError, or is told the `syntax`, where that is given. Whole numbers in it are
+    up to `largest`.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], Any], syntax: str = "", largest: int | None = None) -> None:
+        self.name, self._parse, self._syntax = name, parse, syntax
         if largest is not None:
-            self.largest = largest  # of `zinfer.commands.limits`
+            self.largest = largest
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
             return self._parse(value) if isinstance(value, str) else value
-        except (ValueError, ZinferError) as error:
-            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
+        except ValueError as error:
+            syntax = f"{value[:60]!r}: write {self._syntax}"
+            self.fail(syntax if self._syntax else str(error).removeprefix("--batch-size "), param, ctx)
 
 
 def comma_list(name: str, parse: Callable[[str], Any], syntax: str) -> Parsed:
     """Return the type of a list of values. `parse` makes each of a word."""
+    return Parsed(name, lambda text: tuple(parse(word.strip()) for word in text.split(",")), syntax)
 
-    def split(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(parse(word.strip()) for word in text.split(","))
-        except ValueError:
-            raise ValueError(f"{text[:60]!r}: write {syntax}") from None
 
-    return Parsed(name, split)
+def words(name: str, choices: Iterable[str] = (), others: bool = False) -> Parsed:
+    """Return the type of a comma list of words: of `choices`, if there are any, unless `others` are allowed."""
+    names = tuple(choices)
+
+    def split(text: str) -> tuple[str, ...]:
+        given = tuple(filter(None, map(str.strip, text.split(","))))
+        unknown = [word for word in given if names and not others and word not in names]
+        if unknown or not given:
+            raise ValueError(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(names)}")
+        return given
+
+    return Parsed(f"[{'|'.join(names)}],.." if names else name, split)
 
 
 def typed() -> dict[str, str]:
@@ -125,35 +118,29 @@ def positive(word: str) -> int:
     return number
 
 
-NUMBERS = comma_list("n,n,..", positive, "positive whole numbers with commas between")
-
-
 def _dtype(text: str) -> str:
     if text not in (*DTYPES, *DTYPES.values()):
         raise ValueError(f"{text!r}: choose from {', '.join(DTYPES.values())}")
     return DTYPES.get(text, text)
 
 
+def _setting(text: str) -> tuple[str, tuple[Any, ...]]:
+    key, _, values = text.partition("=")
+    if not (key and values):
+        raise ValueError(text)
+    return key.strip(), tuple(parse_option(word.strip()) for word in values.split(","))
+
+
+COUNT = Parsed("N", positive, "a positive whole number")
+NUMBERS = comma_list("N,N,..", positive, "positive whole numbers with commas between")
 SHARD = Parsed("i/n", Shard.parse)
-SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
-BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
-DTYPE = Parsed("dtype", _dtype)
-dtype = option("--dtype", DTYPE, "Weight type.  [default: the model's own]", metavar="|".join(DTYPES))
-gpu_weights = option("--gpu-weights", Words(), "Part that stays on the GPU: auto, 25%, 40GiB.  [default: auto]")
-models = option("-m --model", Words(), MODEL_HELP)
-offloads = option("--offload", Words(OFFLOADS), f"{OFFLOAD_HELP}  [default: none,cpu]")
-
-
-def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
-    """Return ``-O key=v1,v2`` as axes."""
-    axes = {}
-    for value in values:
-        key, equals, text = value.partition("=")
-        if not equals or not key or not text:
-            raise click.BadParameter(f"{value!r}: write key=value, or key=value,value for an axis", ctx, param)
-        axes[key.strip()] = tuple(parse_option(word.strip()) for word in text.split(","))
-    return axes
-
+SIZE = Parsed("SIZE", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
+BATCHES = Parsed("auto|N,N,..|N-N*N", parse_batches)
+SETTING = Parsed("KEY=VALUE[,VALUE..]", _setting, "key=value, or key=value,value for an axis")
+dtype = option("--dtype", Parsed("|".join(DTYPES), _dtype), "Weight type.  [default: the model's own]")
+gpu_weights = option("--gpu-weights", words("A,.."), "Share on the GPU: 25%, 40GiB.  [default: auto]")
+models = option("-m --model", words("MODEL,.."), MODEL_HELP)
+offloads = option("--offload", words("", OFFLOADS), f"{OFFLOAD_HELP}  [default: none,cpu]")
 
 # Options of `stream` with a flag.
 SHORTHANDS = ("weight_codec", "kv_offload", "kv_cache_dtype", "draft", "experts", "gpus")
@@ -163,13 +150,13 @@ def shorthand(name: str) -> Callable[[Command], Command]:
     """Return the click option ``--name`` of an option of `stream`. It takes a comma list of values."""
     field = StreamOptions.model_fields[name]
     choices = tuple(values(field))
-    kind = NUMBERS if choices == ("N",) else Words(choices, others=field.title is not None)
-    return click.option(f"--{name.replace('_', '-')}", name, type=kind, help=field.description)
+    kind = NUMBERS if choices == ("N",) else words("", choices, others=field.title is not None)
+    return option(f"--{name.replace('_', '-')}", kind, str(field.description))
 
 
 def merged(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters with their shorthands among the `settings`. Raises UsageError for one that is there twice."""
-    settings = given["settings"]
+    settings = dict(given["settings"])
     short = {key: given[key] for key in SHORTHANDS if given[key] is not None}
     for key in sorted(short.keys() & settings.keys()):
         raise click.UsageError(f"--{key.replace('_', '-')} and -O {key} say the same: leave out one")
@@ -212,7 +199,7 @@ def record(kind: str) -> Callable[[Command], Command]:
     return option("-o --output", PATH, f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]")
 
 
-model = option("-m --model", str, MODEL_HELP, required=True)
+model = option("-m --model", str, MODEL_HELP, required=True, metavar="MODEL")
 
 
 def any_model(function: Command) -> Command:
@@ -224,7 +211,7 @@ def any_model(function: Command) -> Command:
             raise click.UsageError("name one model: MODEL, or --model MODEL")
         return function(*args, model=model or named, **given)
 
-    option_of_it = option("-m --model", str, MODEL_HELP)
+    option_of_it = option("-m --model", str, MODEL_HELP, metavar="MODEL")
     return cast("Command", click.argument("named", metavar="[MODEL]", required=False)(option_of_it(called)))
 
 
@@ -236,16 +223,16 @@ def recipe_or_model(recipe: str | None, given: dict[str, Any]) -> tuple[str | No
     return None, given | {"model": (recipe,)}
 
 
-engine = option("--engine", str, ENGINE_HELP, default="stream")
+engine = option("--engine", str, ENGINE_HELP, default="stream", metavar="ENGINE")
 offload_if_needed = option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: none if they fit]")
 layers = option("--layers", COUNT, "A slice: the model's first N layers only.")
 LOAD_FORMATS = click.Choice(["auto", "safetensors", "dummy"])
-load_format = option("--load-format", LOAD_FORMATS, "Real or random (dummy); auto: real if any.  [default: auto]")
+load_format = option("--load-format", LOAD_FORMATS, "auto: real if any; dummy: random.  [default: auto]")
 prompt_text = option(
     "--prompt-file", str, "Text.  [default: Python's manual]", metavar="FILE", default="default", show_default=False
 )
-weights = option("--weights", Words(WEIGHTS), "int4, int8 and fp8 are lossy.  [default: as-released]")
-allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too; else they are refused.", default=None)
+weights = option("--weights", words("", WEIGHTS), "The last three are lossy.  [default: as-released]")
+allow_nan = option("--allow-nan", bool, "Load weights with NaN or infinity, too.", default=None)
 
 load_options = option_group(  # of a load: weights, type, slice, NVMe folder, engine settings
     dtype,
@@ -254,16 +241,11 @@ load_options = option_group(  # of a load: weights, type, slice, NVMe folder, en
     layers,
     option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme."),
     gpu_weights,
-    repeatable(
-        "-O --option settings",
-        "Engine option; a comma list is an axis.",
-        "KEY=VALUE[,VALUE..]",
-        callback=engine_options,
-    ),
+    option("-O --option settings", SETTING, "Engine option; a comma list is an axis. Repeatable.", multiple=True),
     option(
         "--help-engine",
         str,
-        "Show the -O options of an engine.",
+        "Show its -O options.",
         metavar="ENGINE",
         is_eager=True,
         expose_value=False,
@@ -282,7 +264,7 @@ def per_machine(kind: click.ParamType[Any]) -> Parsed:
         words = (word.rpartition("=") for word in text.split(","))
         return tuple((name.strip(), kind(value.strip())) for name, _, value in words)
 
-    return Parsed("[machine=]value,..", parse)
+    return Parsed("[MACHINE=]VALUE,..", parse)
 
 
 price = option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour.")
@@ -291,9 +273,7 @@ job_options = option_group(  # of a command that answers requests
     engine,
     option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: the faster]"),
     option("--concurrency --batch-size batch_size", COUNT, "Maximum rows at a time.  [default: all that fit]"),
-    option(
-        "--max-tokens --output-len output_len", COUNT, "Maximum tokens of an answer, if none is asked.", default=256
-    ),
+    option("--max-tokens --output-len output_len", COUNT, "Maximum tokens of an answer, if none asked.", default=256),
     weights,
     load_options,
     chat_template,

@@ -57,10 +57,14 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
 @click.argument("recipe", required=False)
 @option("--list listed", click.Choice(["models", "machines"]), "List the catalogue, or show its entry RECIPE.")
 @options.models
-@option("--machine", options.Words(), "Catalogue names, machine.json files, all; several are ranked.  [default: this]")
+@option(
+    "--machine",
+    options.words("MACHINE,.."),
+    "Catalogue names, machine.json files, all; several are ranked.  [default: this]",
+)
 @options.repeatable("--set settings", "Replace a figure: h2d_bandwidth=200GB/s.", "FIELD=VALUE")
 @option("--host-memory", options.per_machine(click.STRING), "As 128GiB or rtx-4090=64GiB. Repeatable.", multiple=True)
-@option("--engine", options.Words(), options.ENGINES_HELP)
+@option("--engine", options.words("ENGINE,.."), options.ENGINES_HELP)
 @options.offloads
 @option("--batch-size", options.BATCHES, "Sequences at once; auto: that of the best throughput.  [default: auto]")
 @option("--input-len", options.NUMBERS, "Prompt tokens; 512,2048 plans both.  [default: 512]")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from zinfer.analysis import study as studies
 from zinfer.analysis.group import groups, path_part
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import Words, option
+from zinfer.commands.options import option, words
 from zinfer.commands.out import say, write
 from zinfer.commands.results import ALL, choose, results_options, usable
 from zinfer.commands.verb import Verb
@@ -26,8 +26,8 @@ FIGURES = (*figures.FIGURES, "reuse")
 @click.command("plot", cls=Verb)
 @results_options
 @option("-o --output", click.Path(path_type=Path), "Folder.", default="plots")
-@option("--format forms", Words(get_args(style.Format)), "Formats.", default="png,svg")
-@option("--figure wanted", Words((*FIGURES, ALL)), "Figures.  [default: all]")
+@option("--format forms", words("", get_args(style.Format)), "Formats.", default="png,svg")
+@option("--figure wanted", words("", (*FIGURES, ALL)), "Figures.  [default: all]")
 def command(
     results: Path | None,
     machine: str | None,

@@ -32,7 +32,7 @@ from zinfer.system import machines
 @click.command("report", cls=Verb)
 @results_options
 @option("-o --output", PATH, "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]")
-@option("-m --model", str, "Report only this model.")
+@option("-m --model", str, metavar="MODEL", text="Report only this model.")
 @price
 @option("--serve", bool, "Serve the page to browsers of this machine instead; it fills while a sweep runs.")
 @option("--port", click.IntRange(0, 65535), "Port of --serve; 0 is any that is free.", default=8001)

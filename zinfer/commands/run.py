@@ -13,9 +13,8 @@ import click
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, Dialogue, Stop, chat_options, object_of, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
-from zinfer.commands.limits import TEXT
 from zinfer.commands.options import option
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import TEXT, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
@@ -39,26 +38,24 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 
 def _bias(text: str) -> dict[str, float]:
     pairs = [word.partition("=") for word in text.split(",")]
-    try:
-        return {token.strip(): float(value) for token, _, value in pairs}
-    except ValueError:
-        raise ValueError(f"{text[:60]!r}: write token ids and what is added, as 11=-100,42=2.5") from None
+    return {token.strip(): float(value) for token, _, value in pairs}
 
 
-TOKENS = options.comma_list("id,..", int, "token ids with commas between")
+TOKENS = options.comma_list("ID,..", int, "token ids with commas between")
+BIAS = options.Parsed("ID=X,..", _bias, "token ids and what is added, as 11=-100,42=2.5")
 DRAWN = ("top_p", "top_k", "min_p")  # without an effect on greedy text
 EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens")
 sampling_options = options.option_group(  # as in bodies of requests, which have the same limits
-    option("--top-k", int, "Sample among so many likeliest tokens; 0 is all.  [default: 0]"),
+    option("--top-k", int, "Sample among so many tokens; 0 is all.  [default: 0]"),
     option("--min-p", float, "Sample among tokens with this share of the likeliest one's chance.  [default: 0]"),
     option("--repetition-penalty", float, "Divide logits of tokens in prompt or answer by this.  [default: 1]"),
     option("--presence-penalty", float, "Take this from logits of tokens in the answer.  [default: 0]"),
     option("--frequency-penalty", float, "Take this from logits for each time in the answer.  [default: 0]"),
-    option("--logit-bias", options.Parsed("id=bias,..", _bias), "Add to the logits of tokens, -100 to 100 each."),
+    option("--logit-bias", BIAS, "Add to the logits of tokens, -100 to 100 each."),
     option("--stop-token-ids", TOKENS, "Tokens that end an answer, too."),
     option(
         "--structured-outputs",
-        options.Parsed("json", object_of),
+        options.Parsed("JSON", object_of),
         'Grammar of an answer: {"json": SCHEMA}, {"regex": ..}, {"choice": [..]} or {"grammar": ..}.',
     ),
     option("--min-tokens", int, "Tokens of an answer before it may end.  [default: 0]"),
@@ -71,15 +68,13 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
 @options.offload_if_needed
 @option("-p --prompt prompts", str, "A prompt. Repeatable; without one each line of stdin is a prompt.", multiple=True)
 @option("--prompt-file", click.Path(exists=True, allow_dash=True), "File with a prompt in each line; - is stdin.")
-@option(
-    "--max-tokens --output-len output_len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]"
-)
+@option("--max-tokens --output-len output_len", options.COUNT, "Most tokens of an answer.  [default: 32; chat: 512]")
 @option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
-@option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
+@option("--temperature", options.AMOUNT, "0 is greedy.", default=0.0)
 @option("--top-p", options.SHARE, "Sample among the likeliest tokens of this share.", default=1.0)
 @sampling_options
 @option("--seed", int, "Seed of the sampling.", default=0)
-@option("--ignore-eos", bool, "Generate --output-len tokens, past the end of a text.")
+@option("--ignore-eos", bool, "Generate all --max-tokens, past the end of a text.")
 @chat_options
 @options.load_options
 @options.weights

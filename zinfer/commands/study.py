@@ -36,7 +36,7 @@ def _context(word: str) -> int:
     return options.positive(shortened) * (1024 if shortened != word.lower() else 1)
 
 
-CONTEXTS = options.comma_list("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
+CONTEXTS = options.comma_list("N,Nk,..", _context, "numbers of tokens, such as 512,1k,32k")
 # fields in which a model and its quantised copy may differ
 COPY_FIELDS = {"name", "config", "directory", "hub_id", "stored_ratio", "fp8_ratio", "routed_ratio"}
 
@@ -207,8 +207,10 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
 
 @command.command("reuse", cls=Verb)
 @options.any_model
-@option("--engine", options.Words(), f"Engines ({', '.join(ENGINES)}), or recipes in engines/.", default="stream")
-@option("--offload", options.Words(options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
+@option(
+    "--engine", options.words("ENGINE,.."), f"Engines ({', '.join(ENGINES)}), or recipes in engines/.", default="stream"
+)
+@option("--offload", options.words("", options.OFFLOADS), options.OFFLOAD_HELP, default="cpu")
 @option("--context contexts", CONTEXTS, "Context lengths in tokens; k is 1024.", default="1k,2k,4k,8k,16k,32k")
 @option("--new-tokens", options.COUNT, "Trailing tokens to compute; the rest comes from the cache.", default=32)
 @option("--repeats", options.COUNT, "Samples a context length.", default=3)

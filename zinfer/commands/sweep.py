@@ -31,23 +31,15 @@ from zinfer.record.store import Header, Records, Store, read
 from zinfer.system import local
 from zinfer.worker import process
 
-
-def _minutes(text: str) -> float:
-    try:
-        return 0.0 if text == "none" else float(text)
-    except ValueError:
-        raise ValueError(f"{text[:60]!r}: write a number of minutes, or none") from None
-
-
 LONG_S = 3600  # seconds from which on a sweep asks first
 # Fields that choose what is measured: without any of them a sweep measures what `zinfer best` needs to decide.
 CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "requests", "request_lengths"}
 DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
 # options that are not of the recipe
 HOW = ("nvme_path", "resume", "force", "dry_run", "yes", "as_json", "merge", "cluster", "slurm_args", "settings")
-MINUTES = options.Parsed("n|none", _minutes)
-IN_FLIGHT = options.comma_list("auto|n,..", parse_option, "auto, or positive whole numbers with commas between")
-RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with commas between, or inf")
+MINUTES = options.Parsed("N|none", lambda text: 0.0 if text == "none" else float(text), "a number of minutes, or none")
+IN_FLIGHT = options.comma_list("auto|N,..", parse_option, "auto, or positive whole numbers with commas between")
+RATES = options.comma_list("R,..", parse_option, "positive numbers with commas between, or inf")
 
 
 @click.command("sweep", cls=Verb)
@@ -55,37 +47,35 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @options.models
 @option(
     "--engine",
-    options.Words(),
-    "Engines, recipes in engines/, or peer: deepspeed for offloads if it is there, else accelerate.  "
-    "[default: stream; with --model alone, stream,peer]",
+    options.words("ENGINE,.."),
+    "Engines, recipes in engines/, or peer (deepspeed, else accelerate).  [default: stream; for --model, stream,peer]",
 )
 @options.offloads
 @option(
     "--batch-size",
     options.BATCHES,
-    "Sequences at once; auto: double while that pays. Numbers may come before.  "
-    "[default: auto; with --model alone, 1,8,auto]",
+    "Sequences at once; auto: double while that pays.  [default: auto; for --model, 1,8,auto]",
 )
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
 @option("--output-len", options.NUMBERS, "Generated tokens.  [default: 32]")
-@option("--requests", click.Path(dir_okay=False), "Load: OpenAI's batch lines, or input_len, output_len.")
+@option("--requests", click.Path(dir_okay=False), "Load: OpenAI batch lines, or input_len,output_len.")
 @options.repeatable(
     "--request-lengths",
-    "Measure random requests: lognormal:245,106,max_input_len=1500,max_output_len=400,sigma=0.8; "
-    "fixed:245,106 (mean tokens in and out).",
+    "Random requests, of mean tokens in and out: lognormal:245,106,sigma=0.8; fixed:245,106; "
+    "with max_input_len=1500,max_output_len=400.",
     "DISTRIBUTION",
 )
 @option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
 @option(
     "--concurrency --in-flight in_flight",
     IN_FLIGHT,
-    "Closed loop: requests at a time.  [default: auto, all that fit]",
+    "Requests at a time.  [default: auto, all that fit]",
 )
-@option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
+@option("--request-rate", RATES, "Requests a second, at random; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
-@options.repeatable("--sla", "Level, as ttft:p99:<=:30s; requests that keep all are goodput.", "LEVEL")
-@option("--rounds", options.COUNT, "Repeat the whole sweep N times, reloading the model each time.  [default: 1]")
+@options.repeatable("--sla", "Level of goodput, as ttft:p99:<=:30s.", "LEVEL")
+@option("--rounds", options.COUNT, "Repeat the whole sweep, loading anew.  [default: 1]")
 @option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
 @option("--yes", bool, "Begin a sweep of more than an hour without a question.")
 @options.load_options
@@ -93,27 +83,24 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--repeats", options.COUNT, "Maximum runs per point.  [default: 3]")
 @option("--timeout timeout_s", options.SECONDS, "Seconds for a point or load.  [default: 1800]")
 @option("-o --output", options.FILE, "Result file (JSON lines).")
-@option("--resume", bool, "Continue a result file: measure only the points that it lacks.")
-@option("--force", bool, "Resume although the recipe, the model or a version changed.")
+@option("--resume", bool, "Measure only the points that the file lacks.")
+@option("--force", bool, "Resume although recipe, model or version changed.")
 @option("--dry-run", bool, "Print the plan of every point and stop.")
 @option("--json as_json", bool, "With --dry-run: print the plans as JSON.")
-@option("--shard", options.SHARD, "Measure only the loads i, i+n, .., into a part beside --output: for a job array.")
+@option("--shard", options.SHARD, "Measure loads i, i+n, .. into a part (job arrays).")
 @option("--merge", bool, "Put the points of all shards together.")
-@option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of an array in Slurm's queue.")
-@options.repeatable(
-    "--slurm-arg slurm_args", "Option of sbatch: time=4:00:00, exclusive, setup='module load cuda'.", "KEY[=VALUE]"
-)
+@option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of Slurm.")
+@options.repeatable("--slurm-arg slurm_args", "Option of sbatch, as time=4:00:00, or setup=COMMAND.", "KEY=VALUE")
 @click.pass_obj
 def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shard | None, **given: Any) -> None:
-    """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
+    """Measure throughput over batch size, with offload on and off; every point is on disk before the next one.
 
-    With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory (with the
-    share on the GPU that is predicted to be fastest), engine stream and the one to compare it with, batch 1, 8 and
-    more until that gains nothing. With --requests or --request-lengths it measures loads of requests instead; with
-    --batch-size, both.
+    With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory, engine
+    stream and the one to compare it with, batch 1, 8 and more until that gains nothing. With --requests or
+    --request-lengths it measures loads of requests instead; with --batch-size, both.
 
-    RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
-    own. A checkpoint in its place is the --model. Comma lists are axes.
+    RECIPE is a file, a name in sweeps/ or of zinfer's own, or a checkpoint; options replace what it says. Comma lists
+    are axes.
 
     \b
     zinfer sweep ./my-checkpoint

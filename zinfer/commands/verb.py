@@ -1,6 +1,8 @@
-"""Help of a verb: its options in groups, and those of an engine where they are asked for."""
+"""A verb: options in groups, limits of their values, and the options of engines."""
 
+import math
 from collections import Counter, defaultdict
+from typing import Any
 
 import click
 
@@ -24,11 +26,31 @@ GROUPS = {
     "Output": "output form forms wanted metric across as_json listed dry_run resume force yes quiet",
 }
 OTHER = "Other"  # and groups of a single option
+NAMES = 22  # columns of names beside their texts; a longer name has a line of its own
+WHOLE = 10**9  # largest count: tokens, rows, layers, repeats
+SEED = 2**63  # largest seed: 64 bits
+REAL = 1e12  # largest real number: seconds, prices
+SMALLEST = 1e-9  # smallest one but 0: a quotient of two numbers is finite
+TEXT = 1 << 20  # longest text, in characters: a prompt
+NAME = 4096  # longest name or path: Linux's limit of a path
+ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable option
+PROSE = ("prompts", "system")  # parameters with texts of any kind
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
 
 
 class Verb(click.Command):
-    """Command whose help shows its options by group."""
+    """Command whose values have limits, and whose help shows its options by group."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if any("\0" in word for word in args):
+            raise click.UsageError("a NUL character", ctx)
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value, integer = ctx.params.get(str(param.name)), getattr(param.type, "largest", WHOLE)
+            limits = SEED if param.name == "seed" else integer, TEXT if param.name in PROSE else NAME
+            if fault := _fault(value, *limits):
+                raise click.BadParameter(fault, ctx, param)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = defaultdict(list)
@@ -40,7 +62,26 @@ class Verb(click.Command):
         for title in (*GROUPS, OTHER):
             if found := [row for row in rows[title] if row is not None]:
                 with formatter.section(title if len(rows) > 1 else "Options"):
-                    formatter.write_dl(found)
+                    formatter.write_dl(found, col_max=NAMES)
+
+
+def _fault(value: Any, largest: int, longest: int) -> str:
+    """Return the reason why a value is out of bounds; empty if it is not."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        if len(value) > ITEMS:
+            return f"{len(value):,} values: at most {ITEMS:,}"
+        return next(filter(None, (_fault(item, largest, longest) for item in value)), "")
+    if isinstance(value, str) and len(value) > longest:
+        return f"{len(value):,} characters: at most {longest:,}"
+    if isinstance(value, int) and abs(value) > largest:
+        return f"{str(value)[:60]}: write a whole number up to {largest:,}"
+    if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):
+        return f"{value}: write a number up to {REAL:,.0f}"
+    if isinstance(value, float) and 0 < abs(value) < SMALLEST:
+        return f"{value}: write 0, or a number from {SMALLEST} on"
+    return ""
 
 
 def help_engine(ctx: click.Context, param: click.Parameter, name: str | None) -> None:

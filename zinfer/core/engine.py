@@ -102,7 +102,7 @@ def _described(default: Option, text: str, **settings: Any) -> Any:
 class StreamOptions(EngineOptions):
     """Options of `stream`."""
 
-    weight_codec: Codec = _described("auto", "How weights cross the link; auto: lossless where that pays.")
+    weight_codec: Codec = _described("auto", "Code of weights on the link; auto: the faster.")
     packed: str = _described(
         "auto", "Folder of `zinfer pack`; auto: if there is one.", title="FOLDER", coerce_numbers_to_str=True
     )
@@ -118,8 +118,7 @@ class StreamOptions(EngineOptions):
     )
     draft: str = _described(
         "none",
-        "Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
-        "MODEL: those of a small model of the same tokenizer, on the GPU.",
+        "Tokens guessed ahead, verified by one pass: as in the text before (ngram), or by a small MODEL.",
         title="ngram|MODEL",
         min_length=1,
         coerce_numbers_to_str=True,

@@ -28,15 +28,14 @@ from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate, chat_template
-from zinfer.commands import chat as terminal
-from zinfer.commands.chat import Dialogue
+from zinfer.commands import run as terminal
+from zinfer.commands.run import Dialogue
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import Sampling, Update
 from zinfer.engine.base import Engine
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.structure import PLAIN, Parser
-from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
 
 TURNS = ["Hello there", "And again", "third"]
 
@@ -129,13 +128,10 @@ def test_answers_are_those_of_transformers(
 
 def test_the_text_of_an_answer_is_that_of_its_end() -> None:
     """Pieces keep characters that a tokenizer took back afterwards; the next turn needs the text without them."""
-    answer = terminal._Answer(Parser(PLAIN, (), ()), as_json=True)
-    for row in (
-        Update(key=0, tokens=[1], delta="a?"),
-        Update(key=0, tokens=[2], delta="c", text="abc", finish_reason="length"),
-    ):
-        answer.add(BatchStepped(passes=1, seconds=0.5, rows=[row]))
-    assert (answer.text, answer.output_ids, answer.ttft_s, answer.decode_s) == ("abc", [1, 2], 0.5, 0.5)
+    answer = terminal.Answer("", 1)
+    answer.add(Update(key=0, tokens=[1], delta="a?"), 0.5)
+    answer.add(Update(key=0, tokens=[2], delta="c", text="abc", finish_reason="length"), 1.0)
+    assert (answer.text, answer.output_ids, answer.ttft_s, answer.decode_tok_s) == ("abc", [1, 2], 0.5, 2.0)
 
 
 def test_one_of_several_templates_must_be_chosen(checkpoint: Checkpoints, tmp_path: Path) -> None:

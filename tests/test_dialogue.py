@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.inline import SPEC
-from zinfer.commands.chat import Dialogue
+from zinfer.commands.run import Dialogue
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import byte_tokenizer, decode
 from zinfer.generation.tokenizer_process import TokenizerProcess

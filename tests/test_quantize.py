@@ -263,7 +263,7 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: P
         assert "holds other files" in output_of(pack("-m", source, "--weights", "int8", "-o", folder))
     assert contents(source) == before
     assert contents(other) == {"thesis.txt": b"my own"}
-    for option, says in ((("--layers", 2), "has all layers"), (("--allow-nan",), "have no codes")):
+    for option, says in ((("--layers", 2), "has all layers"), (("--allow-nan",), "no code for NaN")):
         refused = pack("-m", source, "--weights", "int8", *option)
         assert (refused.exit_code, says in refused.output) == (2, True)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))

@@ -195,7 +195,7 @@ def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
     assert "tok/s" not in again.stderr
     more = zinfer(folder, "batch", "prompts.jsonl", "-o", "none.jsonl", "-m", "bloom-tiny", "--merge")
     assert more.returncode == 2
-    assert "--merge runs no model: leave out --model" in more.stderr
+    assert "--model is not for --merge" in more.stderr
 
 
 def test_a_shard_without_a_request_is_whole(folder: Path) -> None:

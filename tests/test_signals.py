@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 import zinfer.cli as command_line
-from zinfer.commands.chat import Stop
+from zinfer.commands.run import Stop
 from zinfer.core.errors import ZinferError
 from zinfer.job.accuracy import AccuracyStudy
 from zinfer.job.signals import Interrupted, Signals

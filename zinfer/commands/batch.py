@@ -3,18 +3,17 @@
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from zinfer.commands import options
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import plan_options
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
@@ -28,11 +27,11 @@ from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, ref
 from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.job.shard import Shard
-from zinfer.job.signals import Interrupted
 from zinfer.job.structure import form_of
 from zinfer.record.jsonl import MAX_BYTES
 from zinfer.system.documents import read_bytes
 
+KEPT = "answers so far are kept, the same command goes on"
 AT_ONCE = 500  # prompts that are read before progress shows
 
 
@@ -63,14 +62,12 @@ def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, *
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     if merge:
-        merging = ("prompts", "output", "merge", "force")
-        if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
-            raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
+        options.refuse(options.typed().keys() - {"prompts", "output", "merge", "force"}, "is not for --merge")
         _merge(how["prompts"], how["output"], how["force"])
     if how["model"] is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
     if ray is not None and shard is None:  # a task of Ray has both
-        with Watch() as watch, _ended_in_order(watch):
+        with Watch() as watch, watch.interruptible(KEPT):
             words = [sys.executable, "-m", "zinfer", *sys.argv[1:]]
             answer_on_nodes(words, how["output"], ray, bool(debug), watch.message)
         _merge(how["prompts"], how["output"], how["force"])
@@ -108,8 +105,7 @@ def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
         errors = sum(not answer.ok for answer in done)
-        watch.message(_summary(len(done) - errors, errors, output, progress))
-    return _exit_code(errors, len(done))
+        return _told(watch.message, len(done), errors, output, progress)
 
 
 def _content(prompts: Path, output: Path) -> bytes:
@@ -122,20 +118,14 @@ def _content(prompts: Path, output: Path) -> bytes:
     return content
 
 
-def _exit_code(errors: int, lines: int) -> int:
-    return 0 if not errors else PARTIAL if errors < lines else NOTHING
-
-
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     """Put the shards of `output` together, and exit. Raises ShardError if they are not whole."""
     content = _content(prompts, output)
-    requests = read_requests(content)
+    requests, message = read_requests(content), partial(say, err=True)
     merged = merge_shards(output, digest(content), requests, force)
     for line in merged.damaged:
-        say(f"left out {line}", err=True)
-    errors = sum(not done.ok for done in merged.done)
-    say(_summary(len(requests) - errors, errors, output, None), err=True)
-    raise SystemExit(_exit_code(errors, len(requests)))
+        message(f"left out {line}")
+    raise SystemExit(_told(message, len(requests), sum(not done.ok for done in merged.done), output))
 
 
 def _run(
@@ -144,7 +134,7 @@ def _run(
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     spec, machine = job.source.spec, options.this_machine(how["nvme_path"])
     make_worker = watch.workers(job.target, how["timeout_s"], debug, job.source.revision)
-    with _ended_in_order(watch), Driver(make_worker, watch.loading) as driver:
+    with watch.interruptible(KEPT), Driver(make_worker, watch.loading) as driver:
         driver.start()  # it imports its libraries while prompts are read
         prompts = _tokenize(waiting, job.tokenizer, watch)
         limits = spec.max_position, spec.vocab_size, how["output_len"]
@@ -162,15 +152,6 @@ def _run(
         return BatchJob(plan, waiting, requests, ledger, driver, how["batch_size"], watch.rows, watch.message).run()
 
 
-@contextmanager
-def _ended_in_order(watch: Watch) -> Iterator[None]:
-    try:
-        yield
-    except Interrupted as interrupt:
-        watch.message("interrupted; answers so far are kept, the same command goes on")
-        raise SystemExit(128 + interrupt.signal) from None
-
-
 def _tokenize(waiting: list[BatchLine], tokenizer: TokenizerProcess, watch: Watch) -> list[Sequence[int] | Refusal]:
     """Return each prompt's token ids, or the reason why it has none. Raises ModelError without a tokenizer."""
     if ends := tokenizer.facts.differing_ends:
@@ -185,10 +166,14 @@ def _tokenize(waiting: list[BatchLine], tokenizer: TokenizerProcess, watch: Watc
     return prompts
 
 
-def _summary(answers: int, errors: int, output: Path, progress: BatchProgress | None) -> str:
-    counts = f"{counted(answers, 'answer')} and {counted(errors, 'error')} in {output}"
-    if progress is None or progress.rate is None:
-        return counts
-    time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
-    drafts = options.drafts_right(progress.drafted, progress.accepted)
-    return f"{counts}; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"
+def _told(
+    message: Callable[[str], None], lines: int, errors: int, output: Path, progress: BatchProgress | None = None
+) -> int:
+    """Print how many lines are answered, and how fast; return the exit code."""
+    counts = f"{counted(lines - errors, 'answer')} and {counted(errors, 'error')} in {output}"
+    if progress is not None and progress.rate is not None:
+        time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
+        drafts = options.drafts_right(progress.drafted, progress.accepted)
+        counts += f"; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"
+    message(counts)
+    return 0 if not errors else PARTIAL if errors < lines else NOTHING

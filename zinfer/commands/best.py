@@ -9,17 +9,17 @@ import click
 
 from zinfer.analysis import rates, requests
 from zinfer.analysis.best import Decision
+from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Group, Points, groups
 from zinfer.analysis.rates import Edge
 from zinfer.analysis.requests import RequestGroup, RequestRates
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
 from zinfer.commands.decision import point_row
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import SHARE, option, price, repeatable
-from zinfer.commands.out import Table, console, say, table_of
+from zinfer.commands.out import Table, cell, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted, figures, gib, milliseconds
@@ -59,8 +59,6 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     """
     chosen = choose(results, machine)
     records = usable(chosen.read(), chosen, requests_too=True)
-    if records.warning:
-        say(records.warning, err=True)
     equal_groups, loads = groups(records.points), requests.groups(records.requests)
     wanted = {group: points for group, points in equal_groups.items() if is_wanted(model, group.model)}
     served = {group: points for group, points in loads.items() if is_wanted(model, group.model)}
@@ -102,43 +100,39 @@ def _print(
         heading = heading if isinstance(group, Group) else REQUESTS * bool(wanted)
         click.echo("\n" * (number > 0) + f"{heading}\n\n" * bool(heading and heading != last), nl=False)
         last = heading
-        if isinstance(group, RequestGroup):
-            _print_requests(group, served[group], ranks[group], answers.get(group))
-            continue
-        points = wanted[group]
-        if group in answers:
-            decision.show(answers[group])
+        if isinstance(group, Group):
+            cautions = _print_points(group, wanted[group], answers.get(group))
         else:
-            _name_best(group, points)
-        say(f"\n{group.title}\n{group.conditions}\n")
-        _show(points)
-        if cautions := [*rates.cautions(points), *filter(None, [group.caution])]:
+            cautions = _print_requests(group, served[group], ranks[group], answers.get(group))
+        if cautions := [*cautions, *filter(None, [group.caution])]:
             say("\n" + "\n".join(cautions))
 
 
-def _name_best(group: Group, points: Points) -> None:
+def _name(title: str, point: Point, told: str, alike: str) -> None:
+    say(f"Best of {title}: {told}" + f"\n{alike}" * bool(alike))
+    decision.show_commands(point)
+
+
+def _print_points(group: Group, points: Points, answer: Decision | None) -> Sequence[str]:
+    """Print a group; return what to be careful about."""
     winner = rates.winner(points)
-    if winner is None:
+    if answer is not None:
+        decision.show(answer)
+    elif winner is None:
         say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
-        return
-    single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
-    say(f"Best of {group.title}: {winner.case.batch_label}, {rates.rate_text(winner)} tok/s{single}")
-    if tied := rates.tied(points, winner):
-        say(tied)
-    decision.show_commands(winner)
-
-
-def _show(points: Points) -> None:
-    winner = rates.winner(points)
+    else:
+        told = f"{winner.case.batch_label}, {rates.rate_text(winner)} tok/s"
+        _name(group.title, winner, told + ", one repeat" * (len(winner.ttft_ms) == 1), rates.tied(points, winner))
+    say(f"\n{group.title}\n{group.conditions}\n")
     if winner is None:
-        return
+        return rates.cautions(points)
     edges = {edge.load: edge for edge in rates.edges(points)}
     exact = not winner.case.lossy
     console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
     if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
         say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         console().print(_table(tops, edges))
-    elif winner.case.lossy:
+    elif not exact:
         say(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
@@ -146,14 +140,7 @@ def _show(points: Points) -> None:
             say(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
     for verdict in rates.offload_verdicts(points):
         say(f"{verdict.engine or 'Any engine'}: {verdict.text}")
-
-
-def _figures(value: float | None) -> str:
-    return figures(value) if value else ""
-
-
-def _gib(value: int | None) -> str:
-    return gib(value) if value else ""
+    return rates.cautions(points)
 
 
 def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
@@ -163,10 +150,10 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
         "#tok/s": rates.rate_text,
         "#TTFT": lambda point: milliseconds(point.mean_ttft_ms),
         "#TPOT": lambda point: milliseconds(point.tpot_ms or None),
-        "#prefill tok/s": lambda point: _figures(point.prefill_tok_s),
-        "#decode tok/s": lambda point: _figures(point.decode_tok_s),
+        "#prefill tok/s": lambda point: cell(point.prefill_tok_s),
+        "#decode tok/s": lambda point: cell(point.decode_tok_s),
         "#link share": lambda point: f"{point.link_share:.0%}" if point.link_share else "",
-        "#GPU peak": lambda point: _gib(point.gpu_bytes),
+        "#GPU peak": lambda point: cell(point.gpu_bytes, gib),
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
     }
     return table_of(columns, tops, drop=("GPU peak", "link share", "OOM at"))
@@ -174,37 +161,32 @@ def _table(tops: Points, edges: dict[Case, Edge]) -> Table:
 
 def _print_requests(
     group: RequestGroup, points: Sequence[RequestPoint], rows: list[RequestRates], answer: Decision | None
-) -> None:
+) -> Sequence[str]:
+    """Print a group of loads; return what to be careful about."""
     if answer is not None and rows:
         decision.show(answer)
     elif rows:
-        _name(group, rows)
+        first, *others = rows
+        point, e2e = first.point, first.point.summary("e2e_ms")
+        rate_text = f"{figures(first.mean)} tok/s"
+        if isinstance(point.requests.request_rate, float) and e2e is not None:
+            rate_text = f"E2E {milliseconds(e2e.mean)}, {rate_text}"
+        same = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
+        alike = f"As fast within the range of the loads: {', '.join(same)}." * bool(same)
+        _name(group.title, point, f"{point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}", alike)
     say("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
     for failed in {point.case.label(): point for point in points if not point.usable}.values():
         if all(row.point.key != failed.key for row in rows):
             say(f"{failed.case.label()}: {failed.status}.")
     if not rows:
-        return
+        return ()
     console().print(_request_table(rows))
     if any(row.point.case.lossy for row in rows):
         say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
-    cautions = list(rates.conditions([row.point for row in rows]))
-    if single := sum(len(row.rates) == 1 for row in rows):
-        some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
-        cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
-    say("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
-
-
-def _name(group: RequestGroup, rows: list[RequestRates]) -> None:
-    first, *others = rows
-    point, e2e = first.point, first.point.summary("e2e_ms")
-    rate_text = f"{figures(first.mean)} tok/s"
-    if isinstance(point.requests.request_rate, float) and e2e is not None:
-        rate_text = f"E2E {milliseconds(e2e.mean)}, {rate_text}"
-    say(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
-    if alike := [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]:
-        say(f"As fast within the range of the loads: {', '.join(alike)}.")
-    decision.show_commands(point)
+    single = sum(len(row.rates) == 1 for row in rows)
+    some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
+    once = [f"{some} measured once, so that the noise is unknown: differences may be chance."]
+    return [*rates.conditions([row.point for row in rows]), *once * bool(single)]
 
 
 def _request_table(rows: list[RequestRates]) -> Table:
@@ -219,33 +201,26 @@ def _request_table(rows: list[RequestRates]) -> Table:
         "#loads": lambda row: str(len(row.rates)),
         "#tok/s": lambda row: figures(row.mean),
         "#range": spread,
-        "#steady tok/s": lambda row: _figures(row.point.steady_tok_s),
+        "#steady tok/s": lambda row: cell(row.point.steady_tok_s),
         "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
         "#TPOT": lambda row: milliseconds(row.point.tpot_ms),
         "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
         "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
-        "#GPU peak": lambda row: _gib(row.point.gpu_bytes),
+        "#GPU peak": lambda row: cell(row.point.gpu_bytes, gib),
     }
     return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
 
 
 def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str, Any]:
-    by_load = [_request_row(row) for row in rows]
+    by_load = [
+        (point_row(row.point) or {})
+        | {"lossy": row.point.case.lossy, "loads": len(row.rates)}
+        | {"output_tok_s": row.mean, "output_tok_s_of_loads": row.rates}
+        | {name: getattr(row.point, name) for name in ("steady_tok_s", "drafts_right")}
+        | {name: time and time._asdict() for name in METRICS for time in [row.point.summary(name)]}
+        for row in rows
+    ]
     return {**group.model_dump(), "best": by_load[0] if by_load else None, "by_load": by_load}
-
-
-def _request_row(row: RequestRates) -> dict[str, Any]:
-    times = {name: row.point.summary(name) for name in METRICS}
-    return {
-        **(point_row(row.point) or {}),
-        "lossy": row.point.case.lossy,
-        "loads": len(row.rates),
-        "output_tok_s": row.mean,
-        "output_tok_s_of_loads": row.rates,
-        "steady_tok_s": row.point.steady_tok_s,
-        "drafts_right": row.point.drafts_right,
-        **{name: time and time._asdict() for name, time in times.items()},
-    }
 
 
 def _summary(group: Group, points: Points) -> dict[str, Any]:

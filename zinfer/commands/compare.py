@@ -9,10 +9,10 @@ import click
 
 from zinfer.analysis.compare import HIGHER_IS_BETTER, Change, CompareError, Comparison, Metric, compare
 from zinfer.commands import options
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import Table, console, say
-from zinfer.commands.verb import Verb
+from zinfer.commands.results import warned
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.case import Case, weights_text
 from zinfer.core.errors import NOTHING, REGRESSION
 from zinfer.core.units import counted, figures, gib, milliseconds
@@ -72,30 +72,21 @@ def command(before: Path, after: Path, metric: Metric, across: tuple[str, ...] |
 
 
 def _points(path: Path) -> tuple[Measurement, ...]:
-    records = read(path)
+    records = warned(read(path))
     if records.requests and not records.points:
         raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)
     if not records.points:
-        lost = f" ({records.warning})" if records.warning else ""
-        raise Failure(f"no results in {path}{lost}: measure first, with `zinfer sweep`", NOTHING)
-    if records.warning:
-        say(records.warning, err=True)
+        raise Failure(f"no results in {path}: measure first, with `zinfer sweep`", NOTHING)
     return records.points
 
 
 def _nothing_common(before: Path, after: Path, comparison: Comparison) -> str:
     sides = [[point.case for point in points] for points in (comparison.only_before, comparison.only_after)]
-    apart: dict[str, list[set[str]]] = {}
-    for field in (name for name in Case.model_fields if name != "workload"):
-        values = [{str(getattr(case, field) or "none") for case in side} for side in sides]
-        if not values[0] & values[1]:
-            apart[field] = values
-    if apart:
-        field, *_ = sorted(apart, key=lambda name: name in AXES)  # one that no axis bridges, if there is one
-        across = f"; try --across {','.join(apart)}" if field in AXES else ""
-        shown = [" or ".join(sorted(values)[:4]) or "no finished point" for values in apart[field]]
-        return f"no case is in both files: {field} is {shown[0]} in {before}, {shown[1]} in {after}{across}"
-    return f"no case is in both {before} and {after}: their batch sizes, lengths or combinations of settings differ"
+    values = {name: [{str(getattr(case, name)) for case in side} for side in sides] for name in Case.model_fields}
+    apart = [name for name, (ours, theirs) in values.items() if name != "workload" and not ours & theirs]
+    what = ", ".join(apart) or "batch sizes, lengths or combinations of settings"
+    across = f"; try --across {','.join(apart)}" if apart and {*apart} <= {*AXES} else ""
+    return f"no case is in both {before} and {after}: their {what} differ{across}"
 
 
 def _show(before: Path, after: Path, metric: Metric, comparison: Comparison) -> None:

@@ -60,31 +60,27 @@ def explanation(points: Sequence[Measurement], machine: Machine) -> str:
     gpu = machine.gpu_name if machine.gpu_count else None
     best = rates.winner(usable)
     assert best is not None  # the sweep succeeded
-    runs = max(len(point.ttft_ms) for point in usable)
-    lines = [
-        "WHAT WAS MEASURED",
-        f"  {counted(len(usable), 'point')} on {gpu or 'the CPU, since no GPU is here'}: "
-        f"{', '.join(sorted({case.engine for case in cases}))};",
-        f"  weights on the {'GPU' if gpu else 'device'} (offload none) and in host memory (offload cpu);",
-        f"  {min(batches)} to {max(batches)} sequences at once; up to {runs} runs each, as mean ± 95% confidence.",
-        "WHAT THE ANSWER MEANS",
-        f"  {best.case.label()} at batch {best.case.workload.batch_size} makes the most text: "
-        f"{figures(best.output_tok_s or 0)} tokens a second over all its sequences, prompts",
-        "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
-        "  A larger batch makes more tokens a second, and each reader waits longer.",
-    ]
-    if (relative_half_width(best.output_tok_s_samples) or 0) > NOISY:
-        lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")
-    if gpu is None:
-        lines.append("  Without a GPU, offload copies within one memory and cannot pay.")
-    if any(case.load_format == "dummy" for case in cases):
-        lines.append("  The weights are random: speeds are as with real ones, texts would be meaningless.")
-    lines.append("WHAT TO DO NEXT")
-    if shutil.which("zinfer") is None:
-        lines.append("  source .venv/bin/activate")
-    lines += [
-        "  zinfer plan --model bloom-176b --machine h200,gh200-96gb      what a large model would do",
-        "  zinfer run --model ./my-checkpoint --prompt 'Once upon'       text of a model of yours",
-        "  zinfer sweep --model ./my-checkpoint && zinfer best           its fastest configuration here",
-    ]
-    return "\n".join(lines)
+    noise = relative_half_width(best.output_tok_s_samples) or 0
+    busy = "Its runs differ much (±), so this machine was busy: measure again before you trust it."
+    random = "The weights are random: speeds are as with real ones, texts would be meaningless."
+    cautions = {
+        busy: noise > NOISY,
+        "Without a GPU, offload copies within one memory and cannot pay.": gpu is None,
+        random: any(case.load_format == "dummy" for case in cases),
+    }
+    runs, engines = max(len(point.ttft_ms) for point in usable), ", ".join(sorted({case.engine for case in cases}))
+    remarks = "".join(f"  {text}\n" for text, holds in cautions.items() if holds)
+    activate = "  source .venv/bin/activate\n" * (shutil.which("zinfer") is None)
+    return f"""\
+WHAT WAS MEASURED
+  {counted(len(usable), "point")} on {gpu or "the CPU, since no GPU is here"}: {engines};
+  weights on the {"GPU" if gpu else "device"} (offload none) and in host memory (offload cpu);
+  {min(batches)} to {max(batches)} sequences at once; up to {runs} runs each, as mean ± 95% confidence.
+WHAT THE ANSWER MEANS
+  {best.case.batch_label} makes the most text: {figures(best.output_tok_s or 0)} tokens a second,
+  prompts included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.
+  A larger batch makes more tokens a second, and each reader waits longer.
+{remarks}WHAT TO DO NEXT
+{activate}  zinfer plan --model bloom-176b --machine h200,gh200-96gb      what a large model would do
+  zinfer run --model ./my-checkpoint --prompt 'Once upon'       text of a model of yours
+  zinfer sweep --model ./my-checkpoint && zinfer best           its fastest configuration here"""

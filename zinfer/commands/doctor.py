@@ -61,41 +61,38 @@ def package_rows() -> list[Finding]:
 
 def machine_rows() -> list[Finding]:
     """Return rows on GPU, memory, disk and compilers."""
-    devices = host.gpus()
+    devices, usable = host.gpus(), host.host_bytes()
     gpu, advice = "none", "the CPU is used instead"
     if devices:
         gpu, advice = f"{len(devices)} x {devices[0].get('name')}, driver {devices[0].get('driver', 'unknown')}", ""
     elif Path("/dev/nvidiactl").exists():
         gpu, advice = "none for torch", "a driver is installed: install torch with CUDA, and check CUDA_VISIBLE_DEVICES"
-    usable = host.host_bytes()
     why = "the control group's limit" if usable == host.memory_limit() else "all of it"
     compiler = _first("cc", "gcc", "clang")
     needed = "" if compiler else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
+    folders = [*filter(None, os.environ.get("CPATH", "").split(":")), "/usr/include", "/usr/local/include"]
+    async_io = {
+        "libaio": ctypes.util.find_library("aio"),
+        "libaio.h": next((path for folder in folders if (path := Path(folder, "libaio.h")).is_file()), None),
+        "C++ compiler": _first("c++", "g++", "clang++"),
+    }
+    lacking = ", ".join(f"no {name}" for name, part in async_io.items() if part is None)
+    means = "DeepSpeed cannot offload to NVMe (--engine deepspeed --offload nvme); all else runs"
     return [
         Finding("GPU", gpu, advice),
         Finding("host memory", f"{gib(usable)}, {why}; {gib(host.available_bytes())} of it free"),
         Finding("free disk", gib(shutil.disk_usage(".").free)),
         Finding("C compiler", compiler or "none", needed),
-        _async_io_row(),
+        Finding(
+            "libaio",
+            lacking or ", ".join(map(str, async_io.values())),
+            f"apt install libaio-dev g++; without it {means}" * bool(lacking),
+        ),
     ]
 
 
 def _first(*names: str) -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
-
-
-def _async_io_row() -> Finding:
-    folders = [*os.environ.get("CPATH", "").split(":"), "/usr/include", "/usr/local/include"]
-    headers = (Path(folder, "libaio.h") for folder in folders if folder)
-    parts = {
-        "libaio": ctypes.util.find_library("aio"),
-        "libaio.h": next(filter(Path.is_file, headers), None),
-        "C++ compiler": _first("c++", "g++", "clang++"),
-    }
-    lacking = ", ".join(f"no {name}" for name, part in parts.items() if part is None)
-    means = "DeepSpeed cannot offload to NVMe (--engine deepspeed --offload nvme); all else runs"
-    advice = f"apt install libaio-dev g++; without it {means}" if lacking else ""
-    return Finding("libaio", lacking or ", ".join(map(str, parts.values())), advice)
 
 
 def engine_rows() -> list[Finding]:

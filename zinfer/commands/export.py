@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from zinfer.analysis.requests import goodput
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say, write
-from zinfer.commands.verb import Verb
+from zinfer.commands.results import warned
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.export import WRITERS, request_table, table
@@ -40,24 +40,18 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     points: list[tuple[str, Measurement]] = []
     served: list[tuple[str, RequestPoint]] = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
-        by_file = [(str(file), read(file)) for file in files(path)] if path.exists() else []
-        for _, records in by_file:
-            if records.warning:
-                say(records.warning, err=True)
+        by_file = [(str(file), warned(read(file))) for file in files(path)] if path.exists() else []
         equal = [(file, point) for file, records in by_file for point in records.points]
         loads = [(file, point) for file, records in by_file for point in records.requests]
         if not (loads if requests else equal):
-            kind, hint = "results", "measure first, with `zinfer sweep`"
-            if equal or loads:
-                kind = "loads of requests" if requests else "points of equal sequences"
-                hint = f"{'leave out' if requests else 'add'} --requests"
-            raise Failure(f"no {kind} in {path}: {hint}", NOTHING)
+            other = f"{'leave out' if requests else 'add'} --requests"
+            hint = other if equal or loads else "measure first, with `zinfer sweep`"
+            raise Failure(f"nothing to export in {path}: {hint}", NOTHING)
         if output and any(output.resolve() == Path(file).resolve() for file, _ in by_file):
             raise Failure(f"{output} is one of the result files: name another file with -o")
         points, served = points + equal, served + loads
-    if form is None and ending and ending not in (*FORMATS, "txt"):
-        endings = ", ".join(f".{name}" for name in FORMATS)
-        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
+    if form is None and ending not in ("", "txt", *FORMATS):
+        raise Failure(f"{output}: zinfer writes no .{ending}; end it in .csv or .json, or choose with --format")
     rows = request_table(served, goodput) if requests else table(points)
     content = WRITERS[form or (ending if ending in FORMATS else "csv")](rows)
     if served and not requests:

@@ -111,6 +111,12 @@ def typed() -> dict[str, str]:
     return {name: option for name, option in options if source(name) is ParameterSource.COMMANDLINE}
 
 
+def refuse(names: Iterable[str], why: str) -> None:
+    """Raise UsageError if one of these parameters is on the command line."""
+    if given := [option for name, option in typed().items() if name in names]:
+        raise click.UsageError(f"{', '.join(given)} {why}")
+
+
 def positive(word: str) -> int:
     """Return a positive whole number. Raises ValueError."""
     if (number := int(word)) < 1:

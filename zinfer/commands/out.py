@@ -17,8 +17,9 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
-from zinfer.commands.failure import Failure
+from zinfer.commands.verb import Failure
 from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.units import figures
 from zinfer.system import atomic
 from zinfer.system.printable import printable, unguarded
 
@@ -164,6 +165,11 @@ class Table:
                     yield Text(f"  {name:{named}}  {cell}", overflow="fold")
 
 
+def cell(value: float | None, form: Callable[[float], str] = figures) -> str:
+    """Return a cell with a number; an empty one for none, or 0."""
+    return form(value) if value else ""
+
+
 def table_of(columns: Mapping[str, Callable[[T], str]], items: Iterable[T], title: str = "", **more: Any) -> Table:
     """Return a table of `items`, a row each: `columns` make its cells."""
-    return Table(title, tuple(columns), [[cell(item) for cell in columns.values()] for item in items], **more)
+    return Table(title, tuple(columns), [[make(item) for make in columns.values()] for item in items], **more)

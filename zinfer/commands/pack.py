@@ -8,10 +8,9 @@ import click
 from zinfer.checkpoint.quantization import SCHEMES
 from zinfer.checkpoint.source import Source, find
 from zinfer.commands import options
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say, writing
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.units import duration, gb
@@ -48,31 +47,28 @@ def command(engine: str, output: Path | None, **how: Any) -> None:
     zinfer pack --model ./my-checkpoint --weights int4 -o ./my-checkpoint-int4
     zinfer pack --model ./my-checkpoint --engine tensorrt --max-batch-size 32 --max-seq-len 1024
     """
-    built, weights, layers, allow_nan = engine == "tensorrt", how["weights"], how["layers"], how["allow_nan"]
-    shape = how["max_batch_size"], how["max_seq_len"]
-    mistakes = {
-        "--engine tensorrt needs --max-batch-size and --max-seq-len: a plan is for given shapes": built
-        and None in shape,
-        "--weights: a quantised copy is for --engine stream; leave out one of the two": built and weights,
-        "--max-batch-size, --max-seq-len, --level, --load-format and --force are for --engine tensorrt": not built
-        and (any((*shape, how["load_format"], how["force"])) or how["level"] is not None),
-        "--layers: a quantised copy has all layers; give --layers where it is used": weights and layers is not None,
-        "--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights": weights and allow_nan,
-        f"--output {output} is a file: name a folder": not built and output is not None and output.is_file(),
-    }
-    if mistake := next((text for text, made in mistakes.items() if made), None):
-        raise click.UsageError(mistake)
+    built, weights, shape = engine == "tensorrt", how["weights"], (how["max_batch_size"], how["max_seq_len"])
+    if built:
+        options.refuse(("weights",), "is for --engine stream: leave out one of the two")
+        if None in shape:
+            raise click.UsageError("--engine tensorrt needs --max-batch-size and --max-seq-len, the shapes of a plan")
+    else:
+        options.refuse(("max_batch_size", "max_seq_len", "level", "load_format", "force"), "is for --engine tensorrt")
+        if output is not None and output.is_file():
+            raise click.UsageError(f"--output {output} is a file: name a folder")
+    if weights:
+        options.refuse(("layers", "allow_nan"), "is not for a quantised copy: it has all layers, and no code for NaN")
     kind(engine)
     if built:
         click.echo(_plan(output, how))
         return
-    source = find(how["model"], how["dtype"], layers, "safetensors", fetch=True)
+    source = find(how["model"], how["dtype"], how["layers"], "safetensors", fetch=True)
     with Watch() as watch:
-        folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, allow_nan)
+        folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, how)
     click.echo(folder)
 
 
-def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool | None) -> Path:
+def _packed(source: Source, output: Path | None, watch: Watch, how: dict[str, Any]) -> Path:
     from zinfer.engine.stream.weights import packed
 
     spec = source.spec
@@ -80,7 +76,7 @@ def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool |
     whole = round(spec.streamed_bytes * spec.stored_ratio)
     watch.message(f"packing {gb(whole)} of layers into {folder}")
     with writing(folder):
-        size = packed.write(spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
+        size = packed.write(spec, source.revision, folder, _device(), watch.progress, bool(how["allow_nan"]))
     why = f": {packed.why_whole(spec)}" if size >= 0.99 * whole else ""
     watch.message(f"{gb(size)}, {size / whole:.1%} of it{why}")
     return folder

@@ -17,11 +17,10 @@ from zinfer.analysis.study import routing_of
 from zinfer.checkpoint.resolve import resolve
 from zinfer.commands import catalogue, decision, options, ranking
 from zinfer.commands.decision import DecisionCriteria
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.out import console, say, table_of
+from zinfer.commands.out import cell, console, say, table_of
 from zinfer.commands.ranking import PlanGroup
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, conflict, draft_of, is_server
 from zinfer.core.errors import NOTHING
@@ -125,12 +124,16 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
         return (catalogue.models if listed == "models" else catalogue.machines)(recipe)
     groups, records, question, efficiencies = planned(recipe, calibrate, given)
     machines, plans = question.machines, [plan for group in groups for plan in group.plans]
-    several = len(machines) > 1
+    several, calibrated = len(machines) > 1, bool(efficiencies)
     if given["as_json"]:
         click.echo(json.dumps([_row(plan, records, question) for plan in plans], indent=1))
+    elif several:
+        click.echo()
+        for title, alike in group_by(groups, lambda group: group.title).items():
+            ranking.show(title, alike, question, calibrated)
     else:
-        for group in groups if not several else ():
-            _print(group, question, bool(efficiencies))
+        for group in groups:
+            _print(group, question, calibrated)
             lines = [advice(group.plans), *choices(group.plans), *records.servers(group)]
             lines += [*peers(group.plans), *_experts(group.plans), *left_out(group.plans)]
             lines += map(records.describe, group.plans)
@@ -138,14 +141,12 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
             for line in filter(None, [*lines, question.describe(group.plan), question.assumption(group.machine)]):
                 say(line)
         click.echo()
-        for title, alike in group_by(groups, lambda group: group.title).items() if several else ():
-            ranking.show(title, alike, question, bool(efficiencies))
-        for machine in machines if not several else ():
-            _print_machine(machine, bool(efficiencies))
-        for engine, efficiency in efficiencies.items():
-            if any(plan.case.engine == engine for plan in plans):
-                say(f"{engine}: {efficiency.describe()}")
-    for remark in dict.fromkeys(_remarks(plans, brief=several)):
+        _print_machine(machines[0], calibrated)
+    used = () if given["as_json"] else {plan.case.engine for plan in plans}
+    for engine in filter(used.__contains__, efficiencies):
+        say(f"{engine}: {efficiencies[engine].describe()}")
+    what_ifs = sorted({f"{name} is a what-if: no engine runs it so" for plan in plans for name in _hypothetical(plan)})
+    for remark in dict.fromkeys([*(() if several else _remarks(plans)), *what_ifs]):
         say(remark, err=True)
     if not any(plan.holds for plan in plans):
         say(_elsewhere(plans), err=True)
@@ -158,7 +159,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
 def planned(
     recipe: str | None, calibrate: Path | None, given: dict[str, Any]
 ) -> tuple[list[PlanGroup], "_Records", ranking.Question, Mapping[str, Efficiency]]:
-    """Return groups of plans, and what they were made with. Raises ZinferError."""
+    """Return groups of plans, and what they were made with. Raises Failure."""
     how = {name: given[name] for name in ASKED}
     acceptance, prompts = how["acceptance"], how["prompts"]
     sweep = _sweep(recipe, {name: value for name, value in given.items() if name not in ASKED})
@@ -208,18 +209,16 @@ def _print_machine(machine: Machine, calibrated: bool) -> None:
         say(f"{machine.name}: limits are made of {peaks}")
 
 
-def _remarks(plans: Sequence[Plan], brief: bool) -> Iterator[str]:
-    """Yield notes on plans; of them a ranking says all but the last, so `brief` leaves them out."""
-    for plan in () if brief else plans:
+def _remarks(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield why plans do not fit, and what they assume; a ranking has both in its rows."""
+    for plan in plans:
         if plan.why_not:
             yield plan.why_not
         elif not plan.holds and not plan.max_batch_size:
             load = f"{plan.case.model} with {plan.case.label()}"
             yield f"{load} needs nearly all memory of {plan.machine.name}: no room is left for a sequence"
-    for plan in () if brief else plans:
+    for plan in plans:
         yield from _assumptions(plan)
-    for name in sorted({key for plan in plans for key in _hypothetical(plan)}):
-        yield f"{name} is a what-if: no engine of zinfer runs it so"
 
 
 def _elsewhere(plans: Sequence[Plan]) -> str:
@@ -288,11 +287,10 @@ def _groups(
     question: ranking.Question,
 ) -> Iterator[PlanGroup]:
     """Yield plans by model, machine and lengths: predictions with `efficiencies`, limits without any."""
-    runnable = _runnable(sweep)
-    refused: list[ModelError] = []
-    planned = False
+    runnable, refused, planned = _runnable(sweep), list[ModelError](), False
     for machine, (input_len, output_len), name, layers in product(machines, sweep.lengths(), sweep.model, sweep.layers):
-        specs = {load.weights: resolve(name, sweep.dtype, layers, load.weights) for load in runnable}
+        loads = [load for load in runnable if (load.model, load.layers) == (name, layers)]
+        specs = {load.weights: resolve(name, sweep.dtype, layers, load.weights) for load in loads}
         spec = next(iter(specs.values()))
         try:
             check_positions(spec, input_len, output_len)
@@ -300,25 +298,19 @@ def _groups(
             refused.append(error)
             continue
         planners: dict[Case, Planner] = {}
-        for load in runnable:
-            if (load.model, load.layers) != (name, layers):
-                continue
-            case = load.case("dummy", spec.dtype, input_len, output_len)
+        for load in loads:
             # what changes nothing: a codec does nothing for weights that stay
             codec = {"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {}
             settings = tuple(pair for pair in load.options if pair not in (SCENARIOS | codec).items())
-            case = case.model_copy(update={"options": settings})
-            if case in planners:
-                continue
+            case = load.case("dummy", spec.dtype, input_len, output_len).model_copy(update={"options": settings})
             model = records.routed(specs[load.weights])
             if load.draft_model is not None:
                 model = model.model_copy(update={"draft": resolve(load.draft_model, spec.dtype)})
             efficiency = efficiencies.get(load.engine, Efficiency()) if efficiencies else None
-            planners[case] = Planner(case, model, machine, efficiency)
+            planners.setdefault(case, Planner(case, model, machine, efficiency))
         part = "" if layers is None else f", {layers} layers"
         part += f" ({spec.max_position:,} positions)" if spec.max_position else ""
-        planned = True
-        criteria = question.on(machine)
+        planned, criteria = True, question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
         yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer)
@@ -352,22 +344,21 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
 
 def _runnable(sweep: Sweep) -> list[SweepLoad]:
     """Return the loads that an engine can run; name the others."""
-    servers = {load.engine for load in sweep.loads(planning=True) if is_server(load.engine)}
-    if servers:
-        names = ", ".join(sorted(servers))
-        raise click.UsageError(f"{names}: a server cannot be planned, measure it with `zinfer sweep`")
-    loads = [load for load in sweep.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
-    reasons = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in loads}
-    refusals = [reason for reason in dict.fromkeys(reasons.values()) if reason is not None]
-    runnable = [load for load, reason in reasons.items() if reason is None]
-    if refusals and not runnable:
-        raise OptionError(refusals[0])
-    for reason in refusals:
-        say(f"left out: {reason}", err=True)
-    if not runnable:
+    every = list(sweep.loads(planning=True))
+    if servers := sorted({load.engine for load in every if is_server(load.engine)}):
+        raise click.UsageError(f"{', '.join(servers)}: a server cannot be planned, measure it with `zinfer sweep`")
+    loads = [load for load in every if load.offload in ENGINES[load.engine].offloads]
+    if not loads:
         able = [name for name, kind in ENGINES.items() if kind.offloads & set(sweep.offload)]
         lacking = f"engine {', '.join(sweep.engine)} has no offload {', '.join(sweep.offload)}"
         raise click.UsageError(f"{lacking}; choose from --engine {', '.join(able)}")
+    reasons = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in loads}
+    refusals = [reason for reason in dict.fromkeys(reasons.values()) if reason is not None]
+    runnable = [load for load, reason in reasons.items() if reason is None]
+    if not runnable:
+        raise OptionError(refusals[0])
+    for reason in refusals:
+        say(f"left out: {reason}", err=True)
     return runnable
 
 
@@ -384,33 +375,28 @@ def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[st
 
 
 def _print(group: PlanGroup, question: ranking.Question, calibrated: bool) -> None:
-    def shown(plan: Plan, value: float | None, form: Callable[[float], str]) -> str:
-        return form(value) if plan.holds and value else "-"
+    def held(value: float | None, form: Callable[[float], str] = figures) -> str:
+        return cell(value, form) or "-"
 
-    def price(plan: Plan) -> str:
-        usd = question.usd_per_mtok(plan) if question.pays else None
-        return "" if usd is None else figures(usd)
-
-    def band(plan: Plan) -> str:
-        if not calibrated or not plan.holds or not plan.output_tok_s:
-            return ""
-        return f" ± {plan.error:.0%}" if plan.error else " (no record of this kind)"
+    def rate(plan: Plan) -> str:
+        band = f"± {plan.error:.0%}" if plan.error else "(no record of this kind)"
+        return held(plan.output_tok_s) + f" {band}" * bool(calibrated and plan.output_tok_s)
 
     columns: dict[str, Callable[[Plan], str]] = {
         "configuration": lambda plan: plan.case.label(),
         "#batch": lambda plan: str(plan.case.workload.batch_size) if plan.fits else "-",
         "#of": lambda plan: str(plan.max_batch_size) if plan.fits else "-",
-        "#tok/s": lambda plan: shown(plan, plan.output_tok_s, figures) + band(plan),
-        "#TTFT": lambda plan: shown(plan, plan.prefill_s, duration),
-        "#TPOT": lambda plan: shown(plan, plan.step_s, duration),
-        "#prefill tok/s": lambda plan: shown(plan, plan.prefill_tok_s, figures),
-        "#decode tok/s": lambda plan: shown(plan, plan.decode_tok_s, figures),
+        "#tok/s": lambda plan: rate(plan) if plan.holds else "-",
+        "#TTFT": lambda plan: held(plan.prefill_s if plan.holds else None, duration),
+        "#TPOT": lambda plan: held(plan.step_s if plan.holds else None, duration),
+        "#prefill tok/s": lambda plan: held(plan.prefill_tok_s if plan.holds else None),
+        "#decode tok/s": lambda plan: held(plan.decode_tok_s if plan.holds else None),
         "bound by": lambda plan: (", ".join(plan.bounds) or "-") if plan.holds else "does not fit",
-        "#USD/Mtok": price,
-        "#over the link": lambda plan: gb(plan.streamed_bytes) if plan.streamed_bytes else "",
+        "#USD/Mtok": lambda plan: cell(question.usd_per_mtok(plan) if question.pays else None),
+        "#over the link": lambda plan: cell(plan.streamed_bytes, gb),
         "#GPU": lambda plan: gb(plan.gpu.total),
         "#host": lambda plan: gb(plan.host.total) + "?" * host_unknown(plan),
-        "#NVMe": lambda plan: gb(plan.nvme.total) if plan.nvme.total else "",
+        "#NVMe": lambda plan: cell(plan.nvme.total, gb),
     }
     # no batch fits: one row
     rows = {plan.case if plan.fits else plan.case.load: plan for plan in reversed(group.plans)}
@@ -456,32 +442,32 @@ class _Records:
 
     def source(self, plan: Plan) -> str:
         """Return where the acceptance of a plan's drafts comes from."""
+        if self._stated is not None:
+            return "stated, not measured"
         right, checked = self._accepted(plan)
-        measured = f"measured: {right:,} of {checked:,} drafts in the records"
-        return measured if self._stated is None else "stated, not measured"
+        return f"measured: {right:,} of {checked:,} drafts in the records"
 
     def servers(self, group: PlanGroup) -> Iterator[str]:
         """Yield a sentence on a server that is faster by a record."""
-        workload, machine = group.plan.case.workload, group.machine
-        points = self._points(group.plan.case.model, "command").points  # which only servers have
+        case, machine = group.plan.case, group.machine
+        points = self._points(case.model, "command").points  # which only servers have
         machines = calibrate.load_machines(self._folders[-1]) if points else {}
 
+        def work(case: Case) -> tuple[object, ...]:
+            return case.workload.input_len, case.workload.output_len, case.layers
+
         def alike(point: Measurement) -> bool:
-            """Tell whether a point is of this work, on such a machine."""
-            load, there = point.case.workload, machines.get(point.machine)
+            there = machines.get(point.machine)
             gpus = there is not None and (there.gpu_name, there.gpu_count) == (machine.gpu_name, machine.gpu_count)
-            same = (load.input_len, load.output_len) == (workload.input_len, workload.output_len)
-            same = same and (gpus or point.machine == machine.name)
-            return same and is_server(point.case.engine) and point.case.layers == group.plan.case.layers
+            same = (gpus or point.machine == machine.name) and work(point.case) == work(case)
+            return same and is_server(point.case.engine)
 
         fastest = rates.winner([point for point in latest(points) if alike(point)])
         ours = max((plan.expected_tok_s or 0.0 for plan in group.plans if plan.holds), default=0.0)
         if fastest is not None and (fastest.output_tok_s or 0.0) > ours:
-            yield (
-                f"A server of others is faster: {fastest.case.batch_label}, made {rates.rate_text(fastest)} tok/s "
-                f"({fastest.machine}, {fastest.started_at[:10]}: `zinfer best`); {figures(ours)} are predicted of "
-                "zinfer."
-            )
+            there = f"{fastest.machine}, {fastest.started_at[:10]}: `zinfer best`"
+            made = f"{fastest.case.batch_label}, made {rates.rate_text(fastest)} tok/s ({there})"
+            yield f"A server of others is faster: {made}; {figures(ours)} are predicted of zinfer."
 
     def describe(self, plan: Plan) -> str:
         """Return what a plan's drafts gain, in a sentence; nothing without drafts."""
@@ -489,52 +475,43 @@ class _Records:
         if draft_of(plan.case.options) == "none" or not plan.holds:
             return ""
         if drafting is None:
-            why = "no record says how often a draft is right"
-            return f"{label}: {why}, so times are those without drafts; --acceptance states it."
+            return f"{label}: no record says how often a draft is right, so none is counted; --acceptance states it."
         extra = f" and {duration(drafting.drafting_s)} of drafting" if drafting.drafting_s else ""
-        return (
-            f"{label}: {drafting.tokens_a_pass:.2f} tokens of each row from a pass with "
-            f"{counted(drafting.drafts, 'draft')}, of {duration(drafting.pass_s)}{extra}; acceptance "
-            f"{drafting.acceptance:.2f} ({self.source(plan)})."
-        )
+        rows = f"{drafting.tokens_a_pass:.2f} tokens of each row from a pass with {counted(drafting.drafts, 'draft')}"
+        source = f"acceptance {drafting.acceptance:.2f} ({self.source(plan)})"
+        return f"{label}: {rows}, of {duration(drafting.pass_s)}{extra}; {source}."
 
 
 def _experts(plans: Sequence[Plan]) -> Iterator[str]:
     for plan in plans:
-        model, placement = plan.model, plan.placement
+        model, placement, label = plan.model, plan.placement, plan.case.batch_label
         drafts = 0 if plan.drafting is None else plan.drafting.drafts
-        tokens = plan.case.workload.batch_size * (1 + drafts)  # of a step
-        computes = placement.computes(tokens)
-        crosses = bool(plan.streamed_bytes or computes)
+        tokens, sizes = plan.case.workload.batch_size * (1 + drafts), Sizes(placement, model)  # of a step
+        crosses = bool(plan.streamed_bytes or placement.computes(tokens))
         if model.num_experts < 2 or not crosses or placement.tier != "host" or not plan.holds:
             continue
-        label = plan.case.batch_label
         count, stay = sum(layer.expert_parameters > 0 for layer in model.layers), len(placement.expert_layers)
+        share, link = f"{model.touched_share(tokens):.0%}", gb(plan.streamed_bytes)
         if stay and stay == count:
             yield f"{label}: the experts of all layers stay on the GPU."
-            continue
-        if computes:
-            read = gb(Sizes(placement, model).touched(tokens) * placement.expert_ratio)
+        elif placement.computes(tokens):
             where = f"{count - stay} of {count} layers in " if stay else ""
             yield (
                 f"{label}: the CPU computes the experts of {where}passes of up to {placement.cpu_tokens} tokens; a "
-                f"step reads {model.touched_share(tokens):.0%} of them, {read}, and brings {gb(plan.streamed_bytes)} "
+                f"step reads {share} of them, {gb(sizes.touched(tokens) * placement.expert_ratio)}, and brings {link} "
                 f"of other weights; {_routing(plan)}."
             )
-            continue
-        if placement.experts == "all":
+        elif placement.experts == "all":
             yield f"{label}: all experts come in every step."
-            continue
-        touched, kept = 1.0, f"{placement.cached_experts} experts stay on the GPU"
-        if stay:
-            kept = f"the experts of {stay} of {count} layers stay on the GPU"
-        if placement.chooses(tokens):
-            touched, hits = model.touched_share(tokens), model.hits(Sizes(placement, model).cached_share, tokens)
-            kept += f", with {hits:.0%} cache hits; {_routing(plan)}"
-        yield (
-            f"{label}: experts on demand; a step touches {touched:.0%} of the experts and brings "
-            f"{gb(plan.streamed_bytes)}; passes of {placement.whole_tokens} tokens or more bring all; {kept}."
-        )
+        else:
+            kept = f"the experts of {stay} of {count} layers" if stay else f"{placement.cached_experts} experts"
+            kept += " stay on the GPU"
+            if chooses := placement.chooses(tokens):
+                kept += f", with {model.hits(sizes.cached_share, tokens):.0%} cache hits; {_routing(plan)}"
+            yield (
+                f"{label}: experts on demand; a step touches {share if chooses else '100%'} of the experts and brings "
+                f"{link}; passes of {placement.whole_tokens} tokens or more bring all; {kept}."
+            )
 
 
 def _routing(plan: Plan) -> str:

@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 
 from zinfer.analysis import study as studies
 from zinfer.analysis.group import groups, path_part
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option, words
-from zinfer.commands.out import say, write
+from zinfer.commands.out import write
 from zinfer.commands.results import ALL, choose, results_options, usable
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import NOTHING
 from zinfer.record import study
 from zinfer.record.measurement import latest
@@ -47,8 +46,7 @@ def command(
     reads = (study.read(root, "reuse") for root in chosen.roots() if root.exists())
     runs = [run for read in reads for run in read.runs if chosen.keeps(run.machine)]
     try:
-        if warning := usable(sweeps, chosen).warning:
-            say(warning, err=True)
+        usable(sweeps, chosen)
     except Failure:
         if not runs:
             raise

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import click
 
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import SIZE, option
 from zinfer.commands.out import Table, console, say, write
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import FIGURES, MachineError
 from zinfer.core.units import parse_bytes

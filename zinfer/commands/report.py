@@ -12,11 +12,10 @@ import click
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import PATH, option, price
 from zinfer.commands.out import say, write
 from zinfer.commands.results import Chosen, choose, results_options
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import ENVIRONMENT, NOTHING, ZinferError
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study

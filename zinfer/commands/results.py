@@ -8,8 +8,9 @@ from typing import NamedTuple
 import click
 
 from zinfer.analysis.economics import Point
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option, option_group
+from zinfer.commands.out import say
+from zinfer.commands.verb import Failure
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.store import Records, files, read
@@ -63,20 +64,13 @@ class Chosen(NamedTuple):
 
     def nothing(self) -> Failure:
         """Return the error for no record at all."""
+        if self.named and not self.path.exists():
+            return Failure(f"{self.path} does not exist: name a results file, or a folder of them", NOTHING)
         every = read(self.path) if self.path.exists() else Records()
         there = ", ".join(sorted({point.machine for point in (*every.points, *every.requests)}))
-        asked = ", ".join(self.machines or ())
-        if self.this_machine:
-            text = f"no results for this machine, {asked}, in {self.path}: "
-            text += "measure with `zinfer sweep demo`, or name a file"
-            text += f"; --machine all shows the records of {there}" if there else ""
-        elif self.machines is not None:
-            text = f"no results for machine {asked} in {self.path}; there are {there or 'none'}"
-        elif self.named and not self.path.exists():
-            text = f"{self.path} does not exist: name a results file, or a folder of them"
-        else:
-            text = f"no results in {self.path}: measure first, with `zinfer sweep`"
-        return Failure(text, NOTHING)
+        of = f" for machine {', '.join(self.machines)}" if self.machines else ""
+        text = f"no results{of} in {self.path}: measure first, with `zinfer sweep`, or `zinfer sweep demo`"
+        return Failure(text + (f"; --machine all shows the records of {there}" if there else ""), NOTHING)
 
     def _matching(self, names: Iterable[str]) -> list[str]:
         names = sorted(names)
@@ -96,21 +90,25 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     return Chosen(path, None if named else (local.name(),), named, this_machine=not named)
 
 
+def warned(records: Records) -> Records:
+    """Print what was left out of `records`; return them."""
+    if records.warning:
+        say(records.warning, err=True)
+    return records
+
+
 def usable(by_file: list[tuple[Path, Records]], chosen: Chosen, requests_too: bool = False) -> Records:
-    """Return all records joined. Raises Failure unless one is usable."""
+    """Return all records joined, and print what was left out. Raises Failure unless one is usable."""
     joined = Records.joined(records for _, records in by_file)
     points, requests = joined.points, joined.requests
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
-        return joined
+        return warned(joined)
+    text = f"{chosen.nothing()}" + (f" ({joined.warning})" if joined.warning else "")
     if every:
         statuses = ", ".join(sorted({point.status for point in every}))
         text = f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`"
     elif requests:
-        text = (
-            f"{chosen.path} has {counted(len(requests), 'load')} of requests and no point of equal sequences: see "
-            "`zinfer best`, `zinfer report`, `zinfer export --requests`"
-        )
-    else:
-        text = f"{chosen.nothing()}" + (f" ({joined.warning})" if joined.warning else "")
+        loads = f"{counted(len(requests), 'load')} of requests and no point of equal sequences"
+        text = f"{chosen.path} has {loads}: see `zinfer best`, `zinfer report`, `zinfer export --requests`"
     raise Failure(text, NOTHING)

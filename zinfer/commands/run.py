@@ -1,25 +1,28 @@
-"""`zinfer run`: generate text with a model larger than the GPU."""
+"""`zinfer run`: generate text with a model larger than the GPU, or converse with it."""
 
 import json
 import re
+import select
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import click
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, Dialogue, Stop, chat_options, object_of, prompt_request, talk, turns
-from zinfer.commands.failure import Failure
-from zinfer.commands.options import option
-from zinfer.commands.verb import TEXT, Verb
+from zinfer.commands.options import SIZE, Parsed, chat_template, option, option_group
+from zinfer.commands.verb import TEXT, Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError, check_positions
-from zinfer.core.request import Sampling
+from zinfer.core.request import Request, Sampling, Update, nth_seed
 from zinfer.core.units import counted, duration, figures
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer_process import Prompt, Refusal, TokenizerProcess
@@ -27,13 +30,26 @@ from zinfer.job.batch.packing import best_plan
 from zinfer.job.driver import Driver
 from zinfer.job.openai import check_tokens, read_grammar, read_sampling
 from zinfer.job.recipe import engine_recipe
-from zinfer.job.structure import PLAIN, Form, form_of
+from zinfer.job.signals import Signals
+from zinfer.job.structure import PLAIN, Form, Parser, form_of
 from zinfer.system import documents
+from zinfer.system.documents import parse_json
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
-from zinfer.worker.process import WorkerError
+from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped
 
 STREAM_S = 0.05  # seconds of decoding before new text is shown
+ANSWER = 512  # default limit of an answer, in tokens
+WAIT_S = 0.2  # wait for a line of the terminal at a time
+CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the object of a JSON text. Raises ValueError."""
+    settings = parse_json(text.encode(), "it")
+    if not isinstance(settings, dict):
+        raise ValueError("write an object")
+    return settings
 
 
 def _bias(text: str) -> dict[str, float]:
@@ -41,11 +57,13 @@ def _bias(text: str) -> dict[str, float]:
     return {token.strip(): float(value) for token, _, value in pairs}
 
 
+JSON = Parsed("JSON", _object)
 TOKENS = options.comma_list("ID,..", int, "token ids with commas between")
-BIAS = options.Parsed("ID=X,..", _bias, "token ids and what is added, as 11=-100,42=2.5")
+BIAS = Parsed("ID=X,..", _bias, "token ids and what is added, as 11=-100,42=2.5")
+OF_A_CHAT = ("system", "chat_template", "chat_template_kwargs", "kv_cache_size")
 DRAWN = ("top_p", "top_k", "min_p")  # without an effect on greedy text
 EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens")
-sampling_options = options.option_group(  # as in bodies of requests, which have the same limits
+sampling_options = option_group(  # as in bodies of requests, which have the same limits
     option("--top-k", int, "Sample among so many tokens; 0 is all.  [default: 0]"),
     option("--min-p", float, "Sample among tokens with this share of the likeliest one's chance.  [default: 0]"),
     option("--repetition-penalty", float, "Divide logits of tokens in prompt or answer by this.  [default: 1]"),
@@ -53,12 +71,15 @@ sampling_options = options.option_group(  # as in bodies of requests, which have
     option("--frequency-penalty", float, "Take this from logits for each time in the answer.  [default: 0]"),
     option("--logit-bias", BIAS, "Add to the logits of tokens, -100 to 100 each."),
     option("--stop-token-ids", TOKENS, "Tokens that end an answer, too."),
-    option(
-        "--structured-outputs",
-        options.Parsed("JSON", object_of),
-        'Grammar of an answer: {"json": SCHEMA}, {"regex": ..}, {"choice": [..]} or {"grammar": ..}.',
-    ),
+    option("--structured-outputs", JSON, '{"json": SCHEMA}, {"regex": ..}, {"choice": [..]} or {"grammar": ..}.'),
     option("--min-tokens", int, "Tokens of an answer before it may end.  [default: 0]"),
+)
+chat_options = option_group(  # that only a conversation has
+    option("--chat", bool, "Converse: each prompt, or line of stdin, is a turn."),
+    option("--system-prompt --system system", str, "System message, before the first turn."),
+    chat_template,
+    option("--chat-template-kwargs", JSON, 'Its settings, as {"enable_thinking": false}.'),
+    option("--kv-cache-size", SIZE, "Host memory for the KV cache of --chat.", default="8GiB"),
 )
 
 
@@ -93,7 +114,12 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     zinfer run --model ./my-checkpoint --chat
     """
     prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
-    _check_options(chat, batch_size, how["temperature"])
+    if chat:
+        options.refuse(("batch_size",), "is not for a conversation, which is one row")
+    else:
+        options.refuse(OF_A_CHAT, "is for a conversation: add --chat")
+    if not how["temperature"]:
+        options.refuse(DRAWN, "has no effect on greedy text: add --temperature, such as 1")
     output_len = how["output_len"] or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     recipe = engine_recipe(how["engine"])
@@ -159,34 +185,32 @@ class Answers:
     """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], lengths: list[int], as_json: bool) -> None:
-        self.tokens, self.seconds = 0, 0.0
-        self.prompt_seconds, self._generated = 0.0, 0  # seconds of steps that computed prompts; tokens of other steps
-        self.passes = self.drafted = self.accepted = 0
-        self._as_json, self._begun, self._ended = as_json, 0, 0
-        self._answers: list[dict[str, Any]] = [
-            {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted",
-             "prompt_tokens": length, "prompt_tok_s": None, "ttft_s": None, "decode_tok_s": None}
-            for prompt, length in zip(prompts, lengths, strict=True)
-        ]  # fmt: skip
-        self._shown, self._length = 0, 0  # prompts shown to their end; characters shown of the next one
+        self.answers = list(map(Answer, prompts, lengths))
+        self.seconds = self._prompt_s = 0.0  # of all steps; of those that computed prompts
+        self._generated = self._passes = self._drafted = self._accepted = 0  # the first counts tokens of other steps
+        self._as_json, self._shown, self._length = as_json, 0, 0  # prompts shown to their end; characters of the next
 
     @property
     def all_begun(self) -> bool:
-        return self._begun == len(self._answers)
+        return all(answer.ttft_s is not None for answer in self.answers)
 
     @property
     def all_ended(self) -> bool:
-        return self._ended == len(self._answers)
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.output_ids) for answer in self.answers)
 
     def summary(self) -> str:
         """Return a line about tokens, seconds and rates."""
-        drafts = options.drafts_right(self.drafted, self.accepted)
-        passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
-        prompts = sum(answer["prompt_tokens"] for answer in self._answers)
-        times = [answer["ttft_s"] for answer in self._answers]
-        parts = [f"prompts {figures(prompts / self.prompt_seconds)} tok/s"]
+        drafts = options.drafts_right(self._drafted, self._accepted)
+        passes = f"; {self._passes:,} passes{drafts}" if drafts else ""
+        prompts = sum(answer.prompt_tokens for answer in self.answers)
+        times = [answer.ttft_s or 0.0 for answer in self.answers]
+        parts = [f"prompts {figures(prompts / self._prompt_s)} tok/s"]
         if self._generated:
-            parts.append(f"generation {figures(self._generated / (self.seconds - self.prompt_seconds))} tok/s")
+            parts.append(f"generation {figures(self._generated / (self.seconds - self._prompt_s))} tok/s")
         parts.append(f"{'TTFT' if len(times) == 1 else 'median TTFT'} {duration(median(times))}")
         rate = figures(self.tokens / self.seconds)
         return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate} tok/s ({', '.join(parts)}){passes}"
@@ -194,49 +218,243 @@ class Answers:
     def add(self, step: BatchStepped) -> None:
         """Add new tokens of rows, and show the text that is next. Raises Failure for a row that failed."""
         # Until all have begun a step is one pass; it computes prompts if rows run that have no token yet.
-        prompting = len(self._answers) - step.waiting > self._begun
+        begun = sum(answer.ttft_s is not None for answer in self.answers)
         self.seconds += step.seconds
-        self.prompt_seconds += step.seconds if prompting else 0.0
-        self.passes += step.passes
-        self.drafted += step.drafted
-        self.accepted += step.accepted
+        if len(self.answers) - step.waiting > begun:
+            self._prompt_s += step.seconds
+        else:
+            self._generated += sum(len(update.tokens) for update in step.rows)
+        self._passes, self._drafted = self._passes + step.passes, self._drafted + step.drafted
+        self._accepted += step.accepted
         for update in step.rows:
-            if update.failure is not None:
-                raise Failure(update.failure.message)
-            answer = self._answers[update.key]
-            self.tokens += len(update.tokens)
-            self._generated += 0 if prompting else len(update.tokens)
-            if answer["ttft_s"] is None and (update.tokens or update.ended):
-                self._begun += 1
-                rate = round(answer["prompt_tokens"] / self.seconds, 3)
-                answer |= {"ttft_s": round(self.seconds, 6), "prompt_tok_s": rate}
-            answer["output_ids"] += update.tokens
-            answer["output_text"] += update.delta
-            if update.finish_reason is not None:
-                more, decode_s = len(answer["output_ids"]) - 1, self.seconds - answer["ttft_s"]
-                rate = round(more / decode_s, 3) if more > 0 and decode_s else None
-                answer |= {"output_text": update.text, "finish_reason": update.finish_reason, "decode_tok_s": rate}
-                self._ended += 1
+            self.answers[update.key].add(update, self.seconds)
         if not self._as_json:
             self._show()
 
     def end(self) -> None:
         """Show the rest, also of an interrupted run."""
         if self._as_json:
-            click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
+            rows = [answer.row() for answer in self.answers]
+            click.echo(json.dumps(rows, indent=1, ensure_ascii=not shows_unicode()))
         else:
             self._show(over=True)
 
     def _show(self, over: bool = False) -> None:
-        while self._shown < len(self._answers):
-            answer = self._answers[self._shown]
-            text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
-            if answer["output_text"] or ended:
-                show_generated(text[self._length :] + "\n" * (ended or over))
+        for answer in self.answers[self._shown :]:
+            text, ended = answer.prompt + answer.text, over or answer.finish_reason is not None
+            if answer.text or answer.finish_reason is not None:
+                show_generated(text[self._length :] + "\n" * ended)
                 self._length = len(text)
-            if not (ended or over):
+            if not ended:
                 return
             self._shown, self._length = self._shown + 1, 0
+
+
+def turns(prompts: Iterable[str]) -> Iterator[str]:
+    """Yield the turns of a conversation. The prompts given, or the lines of stdin, with a sign on a terminal."""
+    if given := list(prompts):
+        yield from given
+        return
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in text_lines(sys.stdin, "stdin") if line.strip())
+        return
+    interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
+    while True:
+        try:
+            with Signals(signal.SIGINT) as signals, signals.raised():
+                click.echo("> ", nl=False, err=True)
+                while not select.select([sys.stdin], [], [], WAIT_S)[0]:
+                    pass  # so that signals are handled
+                line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            click.echo("\npress ctrl-D, or ctrl-C again, to end the conversation", err=True)
+            continue
+        interrupted = False
+        if not line:
+            click.echo(err=True)
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+class Stop(Signals):
+    """Ctrl-C during an answer: the first sets `asked`, the second raises KeyboardInterrupt."""
+
+    asked = False
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGINT)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self._waiting = self.asked
+        self.asked = True
+        super()._arrived(number, frame)
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        super().__exit__(kind, *exception)
+        if self._waiting and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+            self._raise_pending()  # a library dropped it
+
+
+class Dialogue:
+    """Turns of a user and answers, formatted by the chat template. It gets `settings`; without one they are joined.
+    Raises ModelError where the model has several chat templates, and none was chosen."""
+
+    def __init__(
+        self, tokenizer: TokenizerProcess, system: str | None = None, settings: dict[str, Any] | None = None
+    ) -> None:
+        self._tokenizer, self.template = tokenizer, tokenizer.facts.template
+        if not self.template and tokenizer.template.names:
+            raise ModelError(tokenizer.template.why_not)
+        self._settings = settings or {}
+        self._messages = [{"role": "system", "content": system}] if system else []
+        self._turn = {"role": "user", "content": ""}
+
+    def ask(self, turn: str) -> list[int]:
+        """Return the tokens of the conversation and `turn`, added by `answered`. Raises ModelError."""
+        self._turn = {"role": "user", "content": turn}
+        messages = [*self._messages, self._turn]
+        prompt: Prompt = {"messages": messages, "template": self._settings}
+        if not self.template:
+            prompt = "".join(message["content"] for message in messages)
+        ids = self._tokenizer.encode_alone(prompt)
+        if isinstance(ids, Refusal):
+            raise ModelError(ids.message)
+        return ids
+
+    def answered(self, text: str, reasoning: str = "") -> None:
+        """Add the last turn and its answer to the conversation; the template gets the `reasoning`, too."""
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        self._messages += [self._turn, {"role": "assistant", "content": text} | thought]
+
+
+def prompt_request(
+    number: int, ids: list[int], left: int, sampling: Sampling, ignore_eos: bool, **fields: Any
+) -> Request:
+    """Return the request for a streamed answer; `number` is its key, and seeds it."""
+    seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
+    return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, stream=True, **fields)
+
+
+def talk(
+    worker: Client,
+    dialogue: Dialogue,
+    prompts: Iterable[str],
+    opening: BatchStart,
+    limits: tuple[int, int | None, Sampling, bool],
+    on_message: Callable[[str], None],
+    as_json: bool,
+    form: Form = PLAIN,
+) -> None:
+    """Hold a conversation of the turns `prompts` with a loaded worker: each is a batch of one row.
+
+    Answers have a `form`. `limits` are output tokens, positions, sampling, and whether to go past an end. Raises
+    ModelError for a turn without tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    """
+    output_len, positions, sampling, ignore_eos = limits
+    if not dialogue.template:
+        on_message("the model has no chat template: turns and answers follow each other as they are")
+    started = worker.ask(opening)
+    if started.cannot_reuse is not None:
+        on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
+
+    for number, prompt in enumerate(prompts):
+        ids = dialogue.ask(prompt)
+        left = output_len if positions is None else min(output_len, positions - len(ids))
+        if left < 1:
+            raise ModelError(f"the conversation has {len(ids)} tokens, and the model {positions} positions")
+        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True, special=form.calls == "harmony")
+        answer, screen, seconds = Answer(prompt, len(ids)), _Screen(Parser(form, (), ids), as_json), 0.0
+        with Stop() as stop:
+            for requests in chain([[request]], repeat([])):
+                step = worker.ask(BatchStep(requests=requests, answer_s=0))
+                seconds += step.seconds
+                for update in step.rows:
+                    answer.add(update, seconds)
+                    screen.show(update.delta, update.ended)
+                if answer.finish_reason is not None or stop.asked:
+                    break
+        if answer.finish_reason is None:
+            worker.ask(BatchStep(drop=[number], answer_s=0))
+            screen.show(ended=True)
+        parsed = Parser(form, (), ids).add(answer.text, ended=True)
+        dialogue.answered(parsed.content, parsed.reasoning)
+        turn = {"turn": number + 1} | answer.row() | {"output_text": parsed.content}
+        turn |= {"reasoning_content": parsed.reasoning, "reloaded_tokens": answer.reloaded}
+        turn["computed_tokens"] = len(ids) - answer.reloaded
+        click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
+        tokens = f"{answer.reloaded:,} tokens reloaded, {turn['computed_tokens']:,} computed"
+        then = "" if answer.decode_tok_s is None else f", then {figures(answer.decode_tok_s)} tok/s"
+        on_message(f"[{tokens}: TTFT {duration(answer.ttft_s or 0)}{then}]")
+
+
+@dataclass
+class Answer:
+    """Answer to a prompt so far. Seconds count from the start of all."""
+
+    prompt: str
+    prompt_tokens: int
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    reloaded: int = 0
+    ttft_s: float | None = None
+    latest_s: float = 0.0
+
+    def add(self, update: Update, seconds: float) -> None:
+        """Add what came after so many seconds. Raises Failure where the row failed."""
+        if update.failure is not None:
+            raise Failure(update.failure.message)
+        if self.ttft_s is None and (update.tokens or update.ended):
+            self.ttft_s = seconds
+        self.output_ids += update.tokens
+        self.text = self.text + update.delta if update.finish_reason is None else update.text
+        self.finish_reason, self.reloaded, self.latest_s = update.finish_reason, update.cached, seconds
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second after the first one."""
+        more, seconds = len(self.output_ids) - 1, self.latest_s - (self.ttft_s or 0.0)
+        return round(more / seconds, 3) if more > 0 and seconds else None
+
+    def row(self) -> dict[str, Any]:
+        """Return the answer as JSON; null is unknown."""
+        return {
+            "prompt": self.prompt,
+            "output_ids": self.output_ids,
+            "output_text": self.text,
+            "finish_reason": self.finish_reason or "interrupted",
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tok_s": round(self.prompt_tokens / self.ttft_s, 3) if self.ttft_s else None,
+            "ttft_s": self.ttft_s and round(self.ttft_s, 6),
+            "decode_tok_s": self.decode_tok_s,
+        }
+
+
+@dataclass
+class _Screen:
+    """Text of an answer as it comes, unless `as_json`; thoughts go to stderr."""
+
+    parser: Parser
+    as_json: bool
+    thinks: bool = False
+
+    def show(self, delta: str = "", ended: bool = False) -> None:
+        """Show the parts that `delta` adds."""
+        if self.as_json:
+            return
+        new = self.parser.add(delta, ended)
+        if new.reasoning:
+            show_generated(("" if self.thinks else "[thought: ") + new.reasoning, sys.stderr)
+            self.thinks = True
+        if self.thinks and (new.content or ended):
+            click.echo("]", err=True)
+            self.thinks = False
+        if new.content:
+            show_generated(new.content)
 
 
 def _encoded(tokenizer: TokenizerProcess, texts: list[str], grammar: str) -> list[list[int]]:
@@ -249,17 +467,6 @@ def _encoded(tokenizer: TokenizerProcess, texts: list[str], grammar: str) -> lis
         prompt_ids.append(ids)
     tokenizer.close()
     return prompt_ids
-
-
-def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
-    of_a_chat = ("system", "chat_template", "chat_template_kwargs", "kv_cache_size")
-    typed = options.typed()
-    if not chat and (given := [typed[name] for name in of_a_chat if name in typed]):
-        raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
-    if chat and batch_size is not None:
-        raise click.UsageError("a conversation is one row: leave out --batch-size")
-    if not temperature and (given := [typed[name] for name in DRAWN if name in typed]):
-        raise click.UsageError(f"{given[0]} has no effect on greedy text: add --temperature, such as 1")
 
 
 def _sampling(how: dict[str, Any], form: Form) -> Sampling:

@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from zinfer.commands import options
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.job.batch.packing import typical_plan

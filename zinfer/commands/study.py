@@ -10,10 +10,9 @@ from zinfer.analysis.study import compared, label, measured, show, wrong
 from zinfer.checkpoint.quantization import SCHEMES
 from zinfer.checkpoint.source import Source, find
 from zinfer.commands import options, pack
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import Table, console
-from zinfer.commands.verb import Verb
+from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.case import Workload
 from zinfer.core.engine import ENGINES, OptionError, conflict

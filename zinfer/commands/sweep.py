@@ -11,10 +11,10 @@ import click
 
 from zinfer.analysis import sla
 from zinfer.commands import options
-from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say
-from zinfer.commands.verb import Verb
+from zinfer.commands.results import warned
+from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
 from zinfer.core.engine import OptionError, draft_of
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
@@ -112,10 +112,10 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     how = {name: given.pop(name) for name in HOW}
     nvme_path, cluster, merge = how["nvme_path"], how["cluster"], how["merge"]
     plan = asked(recipe, given, how, shared=shard is not None or cluster is not None)
-    if how["slurm_args"] and cluster is None:
-        raise click.UsageError("--slurm-arg is for --cluster slurm")
-    if how["as_json"] and not how["dry_run"]:
-        raise click.UsageError("--json is for --dry-run; `zinfer export --format json` writes the points of a file")
+    if cluster is None:
+        options.refuse(("slurm_args",), "is for --cluster slurm")
+    if not how["dry_run"]:
+        options.refuse(("as_json",), "is for --dry-run; `zinfer export --format json` writes the points of a file")
     if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
         raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if how["dry_run"]:
@@ -192,20 +192,17 @@ def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard:
     path, jobs, header, recorded = begin(plan, output, how, shard)
     expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
-    with Store.open(path) as store, Watch() as watch:
+    kept = f"every finished point is in {path}, `--resume` goes on"
+    with Store.open(path) as store, Watch() as watch, watch.interruptible(kept):
         watch.message(f"results: {path}\n{expected}\nlive: zinfer report --serve {quote(str(path))}")
         store.append(header)
-        try:
-            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
-            if shard is not None and not outcome.left:
-                store.append(header.model_copy(update={"complete": True}))
-            store.check()
-            if outcome.left:
-                rest = f"not measured: {'; '.join(outcome.left)}. --resume goes on, --minutes none measures all"
-                watch.message(f"ended by --minutes {plan.minutes:g}, {rest}")
-        except Interrupted as interrupt:
-            watch.message(f"interrupted; every finished point is in {path}, `--resume` goes on")
-            raise SystemExit(128 + interrupt.signal) from None
+        outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
+        if shard is not None and not outcome.left:
+            store.append(header.model_copy(update={"complete": True}))
+        store.check()
+        if outcome.left:
+            rest = f"not measured: {'; '.join(outcome.left)}. --resume goes on, --minutes none measures all"
+            watch.message(f"ended by --minutes {plan.minutes:g}, {rest}")
     return outcome
 
 
@@ -225,12 +222,9 @@ def _recorded(output: Path, resume: bool) -> Records:
     """Return the content of the result file. Raises Failure if it has anything and is not to be resumed."""
     if not output.is_file() or not output.stat().st_size:
         return Records()
-    done = read(output)
     if not resume:
         raise Failure(f"{output} exists: --resume goes on with it, -o takes another file")
-    if done.warning:
-        say(done.warning, err=True)
-    return done
+    return warned(read(output))
 
 
 def _check_settings(output: Path, done: Records, header: Header, force: bool) -> None:
@@ -254,7 +248,7 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
     revisions = [(load.model, sweep.source_of(plan, load).revision) for load in loads]
     begun = shards_begun(path)
     if begun and not resume:
-        raise Failure(f"{begun[0].path(path)} has points of jobs: --resume goes on with them, -o takes another file")
+        raise Failure(f"{begun[0].path(path)} has points of jobs: --resume goes on, -o takes another file")
     done = _recorded(output, resume)
     machine = done.headers[-1].machine if done.headers else ""
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from zinfer.core.engine import ENGINES, ServerOptions, option_text, values
-from zinfer.core.errors import did_you_mean
+from zinfer.core.errors import USAGE, did_you_mean
 from zinfer.engine.server import preset
 
 # groups of options in the order of help, by the names of their parameters
@@ -38,8 +38,16 @@ PROSE = ("prompts", "system")  # parameters with texts of any kind
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
 
 
+class Failure(click.ClickException):
+    """Error of a command: a short message that says what to do next, and an exit code."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = code  # type: ignore[misc]
+
+
 class Verb(click.Command):
-    """Command whose values have limits, and whose help shows its options by group."""
+    """Command whose values have limits; its help groups the options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if any("\0" in word for word in args):

@@ -1,7 +1,8 @@
 """Progress on stderr while a sweep or a load runs. A moving line on a terminal, plain lines elsewhere."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from time import monotonic
@@ -17,6 +18,7 @@ from zinfer.core.progress import NOTE
 from zinfer.core.units import duration, figures, gb, milliseconds
 from zinfer.job.batch.run import BatchProgress
 from zinfer.job.forecast import Outlook
+from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
@@ -59,6 +61,15 @@ class Watch:
         """Stop the moving line; lines from `message` are still printed."""
         if self._bar is not None:
             self._bar.stop()
+
+    @contextmanager
+    def interruptible(self, kept: str) -> Iterator[None]:
+        """Say what an interrupt keeps, and end with its code."""
+        try:
+            yield
+        except Interrupted as interrupt:
+            self.message(f"interrupted; {kept}")
+            raise SystemExit(128 + interrupt.signal) from None
 
     def message(self, text: str) -> None:
         """Print a line that stays."""

@@ -57,6 +57,8 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
         (["run", "-m", "bloom-tiny", "-p", "x", "--kv-cache-size", "1e400GB"], "is too large"),
         (["run", "-m", "bloom-tiny", "-p", "x" * (1 << 21)], "characters: at most 1,048,576"),
         (["run", "-m", "a" * 3000, "-p", "x"], "at most 1024"),
+        (["best", "a" * 5000], "5,000 characters: at most 4,096"),
+        (["export", "r.jsonl", "-o", "a" * 5000], "5,000 characters: at most 4,096"),
         (["run", "-m", "bloom-tiny", "-p", "x", "-O", "gpus=" + "9" * 400], "write a whole number"),
         (["study", "reuse", "-m", "bloom-tiny", "--context", "9999999999k"], "up to 1,000,000,000"),
         (["probe", "--memory", "1"], "--memory: 64MiB at least"),
@@ -68,6 +70,13 @@ def test_an_option_out_of_bounds_is_refused_at_once(words: list[str], message: s
     assert (code, out) == (2, ""), err
     assert message in err
     assert len(err) < 2500
+
+
+def test_many_uses_of_an_option_and_a_number_for_a_name_are_within_bounds() -> None:
+    many = ["-p", "x"] * 1001
+    context = verbs()["run"].make_context("run", ["-m", "m", *many, "-O", "packed=20240101123456"])
+    assert len(context.params["prompts"]) == 1001
+    assert dict(context.params["settings"]) == {"packed": (20240101123456,)}
 
 
 def test_every_number_of_every_verb_is_bounded() -> None:

@@ -97,7 +97,7 @@ def words(name: str, choices: Iterable[str] = (), others: bool = False) -> Parse
         given = tuple(filter(None, map(str.strip, text.split(","))))
         unknown = [word for word in given if names and not others and word not in names]
         if unknown or not given:
-            raise ValueError(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(names)}")
+            raise ValueError(f"{(', '.join(unknown) or 'nothing')[:60]!r}: choose from {', '.join(names)}")
         return given
 
     return Parsed(f"[{'|'.join(names)}],.." if names else name, split)
@@ -113,8 +113,8 @@ def typed() -> dict[str, str]:
 
 def refuse(names: Iterable[str], why: str) -> None:
     """Raise UsageError if one of these parameters is on the command line."""
-    if given := [option for name, option in typed().items() if name in names]:
-        raise click.UsageError(f"{', '.join(given)} {why}")
+    if given := next((option for name, option in typed().items() if name in names), None):
+        raise click.UsageError(f"{given} {why}")
 
 
 def positive(word: str) -> int:
@@ -126,7 +126,7 @@ def positive(word: str) -> int:
 
 def _dtype(text: str) -> str:
     if text not in (*DTYPES, *DTYPES.values()):
-        raise ValueError(f"{text!r}: choose from {', '.join(DTYPES.values())}")
+        raise ValueError(f"{text[:60]!r}: choose from {', '.join(DTYPES.values())}")
     return DTYPES.get(text, text)
 
 
@@ -142,7 +142,7 @@ NUMBERS = comma_list("N,N,..", positive, "positive whole numbers with commas bet
 SHARD = Parsed("i/n", Shard.parse)
 SIZE = Parsed("SIZE", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
 BATCHES = Parsed("auto|N,N,..|N-N*N", parse_batches)
-SETTING = Parsed("KEY=VALUE[,VALUE..]", _setting, "key=value, or key=value,value for an axis")
+SETTING = Parsed("KEY=VALUE[,VALUE..]", _setting, "key=value, or key=value,value for an axis", largest=1 << 62)
 dtype = option("--dtype", Parsed("|".join(DTYPES), _dtype), "Weight type.  [default: the model's own]")
 gpu_weights = option("--gpu-weights", words("A,.."), "Share on the GPU: 25%, 40GiB.  [default: auto]")
 models = option("-m --model", words("MODEL,.."), MODEL_HELP)
@@ -279,7 +279,9 @@ job_options = option_group(  # of a command that answers requests
     engine,
     option("--offload", ONE_OFFLOAD, f"{OFFLOAD_HELP}  [default: the faster]"),
     option("--concurrency --batch-size batch_size", COUNT, "Maximum rows at a time.  [default: all that fit]"),
-    option("--max-tokens --output-len output_len", COUNT, "Maximum tokens of an answer, if none asked.", default=256),
+    option(
+        "--max-tokens --output-len output_len", COUNT, "Maximum tokens of an answer, if none is asked.", default=256
+    ),
     weights,
     load_options,
     chat_template,

@@ -57,7 +57,8 @@ def command(engine: str, output: Path | None, **how: Any) -> None:
         if output is not None and output.is_file():
             raise click.UsageError(f"--output {output} is a file: name a folder")
     if weights:
-        options.refuse(("layers", "allow_nan"), "is not for a quantised copy: it has all layers, and no code for NaN")
+        options.refuse(("layers",), "is not for a quantised copy, which has all layers: give it where that is used")
+        options.refuse(("allow_nan",), "is not for --weights, which has no code for NaN")
     kind(engine)
     if built:
         click.echo(_plan(output, how))

@@ -392,7 +392,9 @@ def _print(group: PlanGroup, question: ranking.Question, calibrated: bool) -> No
         "#prefill tok/s": lambda plan: held(plan.prefill_tok_s if plan.holds else None),
         "#decode tok/s": lambda plan: held(plan.decode_tok_s if plan.holds else None),
         "bound by": lambda plan: (", ".join(plan.bounds) or "-") if plan.holds else "does not fit",
-        "#USD/Mtok": lambda plan: cell(question.usd_per_mtok(plan) if question.pays else None),
+        "#USD/Mtok": lambda plan: (
+            "" if not question.pays or (usd := question.usd_per_mtok(plan)) is None else figures(usd)
+        ),
         "#over the link": lambda plan: cell(plan.streamed_bytes, gb),
         "#GPU": lambda plan: gb(plan.gpu.total),
         "#host": lambda plan: gb(plan.host.total) + "?" * host_unknown(plan),

@@ -104,11 +104,12 @@ def usable(by_file: list[tuple[Path, Records]], chosen: Chosen, requests_too: bo
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
         return warned(joined)
-    text = f"{chosen.nothing()}" + (f" ({joined.warning})" if joined.warning else "")
     if every:
         statuses = ", ".join(sorted({point.status for point in every}))
         text = f"none of the {len(every)} points in {chosen.path} succeeded ({statuses}): see `zinfer report`"
     elif requests:
         loads = f"{counted(len(requests), 'load')} of requests and no point of equal sequences"
         text = f"{chosen.path} has {loads}: see `zinfer best`, `zinfer report`, `zinfer export --requests`"
+    else:
+        text = f"{chosen.nothing()}" + (f" ({joined.warning})" if joined.warning else "")
     raise Failure(text, NOTHING)

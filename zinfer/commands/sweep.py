@@ -48,13 +48,14 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
 @option(
     "--engine",
     options.words("ENGINE,.."),
-    "Engines, recipes in engines/, or peer (deepspeed, else accelerate).  [default: stream; for --model, stream,peer]",
+    "Engines, recipes in engines/, or peer (deepspeed, else accelerate).  "
+    "[default: stream; with --model alone, stream,peer]",
 )
 @options.offloads
 @option(
     "--batch-size",
     options.BATCHES,
-    "Sequences at once; auto: double while that pays.  [default: auto; for --model, 1,8,auto]",
+    "Sequences at once; auto: double while that pays.  [default: auto; with --model alone, 1,8,auto]",
 )
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
 @option("--output-len", options.NUMBERS, "Generated tokens.  [default: 32]")
@@ -74,8 +75,8 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
 @option("--request-rate", RATES, "Requests a second, at random; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
-@options.repeatable("--sla", "Level of goodput, as ttft:p99:<=:30s.", "LEVEL")
-@option("--rounds", options.COUNT, "Repeat the whole sweep, loading anew.  [default: 1]")
+@options.repeatable("--sla", "Level for goodput, as ttft:p99:<=:30s.", "LEVEL")
+@option("--rounds", options.COUNT, "Repeat the sweep N times, loading anew.  [default: 1]")
 @option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
 @option("--yes", bool, "Begin a sweep of more than an hour without a question.")
 @options.load_options
@@ -90,7 +91,9 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
 @option("--shard", options.SHARD, "Measure loads i, i+n, .. into a part (job arrays).")
 @option("--merge", bool, "Put the points of all shards together.")
 @option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of Slurm.")
-@options.repeatable("--slurm-arg slurm_args", "Option of sbatch, as time=4:00:00, or setup=COMMAND.", "KEY=VALUE")
+@options.repeatable(
+    "--slurm-arg slurm_args", "Option of sbatch: time=4:00:00, exclusive; setup=COMMAND.", "KEY[=VALUE]"
+)
 @click.pass_obj
 def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shard | None, **given: Any) -> None:
     """Measure throughput over batch size, with offload on and off; every point is on disk before the next one.

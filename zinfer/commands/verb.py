@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,7 +34,7 @@ REAL = 1e12  # largest real number: seconds, prices
 SMALLEST = 1e-9  # smallest one but 0: a quotient of two numbers is finite
 TEXT = 1 << 20  # longest text, in characters: a prompt
 NAME = 4096  # longest name or path: Linux's limit of a path
-ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable option
+ITEMS = 1000  # maximum of values of a comma list
 PROSE = ("prompts", "system")  # parameters with texts of any kind
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
 
@@ -53,10 +54,11 @@ class Verb(click.Command):
         if any("\0" in word for word in args):
             raise click.UsageError("a NUL character", ctx)
         rest = super().parse_args(ctx, args)
-        for param in self.params:
+        for param in self.params if not ctx.resilient_parsing else ():
             value, integer = ctx.params.get(str(param.name)), getattr(param.type, "largest", WHOLE)
             limits = SEED if param.name == "seed" else integer, TEXT if param.name in PROSE else NAME
-            if fault := _fault(value, *limits):
+            uses = value if isinstance(value, tuple | list) and (param.multiple or param.nargs != 1) else (value,)
+            if fault := next(filter(None, (_fault(use, *limits) for use in uses)), ""):
                 raise click.BadParameter(fault, ctx, param)
         return rest
 
@@ -81,8 +83,8 @@ def _fault(value: Any, largest: int, longest: int) -> str:
         if len(value) > ITEMS:
             return f"{len(value):,} values: at most {ITEMS:,}"
         return next(filter(None, (_fault(item, largest, longest) for item in value)), "")
-    if isinstance(value, str) and len(value) > longest:
-        return f"{len(value):,} characters: at most {longest:,}"
+    if isinstance(value, str | Path) and len(str(value)) > longest:
+        return f"{len(str(value)):,} characters: at most {longest:,}"
     if isinstance(value, int) and abs(value) > largest:
         return f"{str(value)[:60]}: write a whole number up to {largest:,}"
     if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):

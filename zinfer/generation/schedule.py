@@ -362,8 +362,9 @@ class Schedule:
                 if tokens > 0:
                     continue
             break
-        self.tally.yielded += len(given)
-        self._give_up(moves, given)
+        if given:
+            self.tally.yielded += len(given)
+            self._give_up(moves, given)
 
     def _give_up(self, moves: list[Move], rows: Several[Sequence]) -> None:
         """Take rows out of their micro-batches, and let them wait again."""

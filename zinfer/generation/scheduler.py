@@ -284,7 +284,7 @@ class ContinuousScheduler:
             self.engine.clear()
             self.engine.give_back()
             return []
-        ended = [sequence.key for sequence in touched if sequence.ended]
+        ended = {sequence.key for sequence in touched if sequence.ended}
         self._note_computed(works)
         self.schedule.done(works, time.monotonic() - began, ended, self.gained)
         self.schedule.tally.drafted, self.schedule.tally.accepted = self.drafts.drafted, self.drafts.accepted

@@ -9,6 +9,7 @@ from tools.campaign.lab import Result
 from zinfer.core.value import Frozen, group_by
 from zinfer.record.jsonl import read_lines
 from zinfer.record.study import Start, parse_runs
+from zinfer.system.host import cpu_model
 from zinfer.worker.process import study_header
 
 RECORD = Path("sweeps/results/reliability.jsonl")
@@ -86,7 +87,7 @@ class Campaign(Start):
                     seconds=sum(result.seconds for result in every), faults=tuple(faults[:FAULTS]),
                 )
             )  # fmt: skip
-        where = study_header("stream")
+        where = study_header("stream") | {"device": cpu_model()}  # no case sees a GPU
         return cls(seed=seed, seconds=round(seconds, 1), planned=planned, rows=tuple(rows), **where)
 
     def table(self) -> str:

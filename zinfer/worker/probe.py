@@ -244,7 +244,7 @@ def _probe_gpu(largest: int, cache: int, repeats: int, progress: Callable[[str],
     progress("device memory")
     copy = partial(torch.empty_like(device).copy_, device)
     figures["hbm_bandwidth"] = _rates(copy, 2 * device.nbytes, _cuda_seconds, repeats)
-    del device, copy
+    del device, copy, pairs, copies
     progress("matrix product")
     figures["matmul_flops"] = _matmul("cuda", "bfloat16", 8192, 2 * repeats)
     torch.cuda.empty_cache()

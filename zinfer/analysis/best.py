@@ -49,12 +49,11 @@ def decide(
         return Decision(**counts, kept=check(nearest, slas) if nearest else (), nearest=nearest)
 
     def rank(point: Point) -> tuple[float, int]:
-        value = -(rate(point) or 0.0)
-        if objective != "throughput":
-            by_cost = objective == "cost"
-            value = (
-                cost(point, gpu_hour_usd).usd_per_mtok or 0.0 if by_cost else point.tpot_ms or point.mean_ttft_ms or 0.0
-            )
+        value = {
+            "throughput": -(rate(point) or 0.0),
+            "latency": point.tpot_ms or point.mean_ttft_ms or 0.0,
+            "cost": cost(point, gpu_hour_usd).usd_per_mtok or 0.0,
+        }[objective]
         return value, point.case.workload.batch_size
 
     point = min(keeping, key=rank)

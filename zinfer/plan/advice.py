@@ -32,7 +32,8 @@ HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 
 def advice(plans: Sequence[Plan]) -> str:
     """Advise in one sentence whether to stream. `plans` come from `Planner.best`, of one model and machine."""
-    able = sorted((plan for plan in plans if plan.holds and plan.output_tok_s), key=_rate, reverse=True)
+    able = [plan for plan in plans if plan.holds and plan.output_tok_s]
+    able.sort(key=lambda plan: (-_rate(plan), plan.streamed_bytes > 0))
     if not able:
         return "Nothing fits; see why below." if plans else "Nothing was planned."
     first, streams = able[0], able[0].streamed_bytes > 0

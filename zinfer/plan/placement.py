@@ -144,9 +144,12 @@ class Placer:
         """Return the placement with the fewest unpacked layers for the shortest step."""
         limit = self._most_unpacked(placement, workload)
         careful = self._good.model_copy(update={"unpack_share": TUNING.counted_on * self._good.unpack_share})
-        ways = [_unpacking(placement, count) for count in range(limit, -1, -1)]
-        enough = TUNING.hidden * self._step_s(ways[0], workload, careful)
-        return ways[largest(lambda fewer: self._step_s(ways[fewer], workload, careful) <= enough, limit)]
+
+        def way(fewer: int) -> Placement:
+            return _unpacking(placement, limit - fewer)
+
+        enough = TUNING.hidden * self._step_s(way(0), workload, careful)
+        return way(largest(lambda fewer: self._step_s(way(fewer), workload, careful) <= enough, limit))
 
     def _step_s(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> float:
         """Return the seconds of a step; infinite where no rate is known."""

@@ -5,6 +5,8 @@ CPU.
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,28 @@ def test_every_kind_of_layer_gives_the_same_tokens(name: str, way: str, kind: ki
     for _ in range(TURNS):
         assert torch.equal(greedy(engine, kinds.LENGTHS), kinds.expected(kind(name)))
     engine.close()
+
+
+def test_a_limit_of_the_gpu_memory_holds() -> None:
+    """A process of its own, for the limit is its allocator's."""
+    code = """
+import torch
+from zinfer.core.machine import Machine
+from zinfer.engine import gpu_memory
+total = torch.cuda.mem_get_info()[1]
+whole = Machine(name="x", source="measured", gpu_count=1, gpu_bytes=total)
+gpu_memory.limit(whole)
+assert gpu_memory.free_and_total()[1] == total
+gpu_memory.limit(whole.limited(3 << 30))
+held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+free, limited = gpu_memory.free_and_total()
+assert 1 << 30 < free <= limited - (1 << 30) < 2 << 30
+try:
+    torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError:
+    print("held")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "held\n"
 
 
 @pytest.mark.parametrize(("name", "offload"), [("stream", "none"), ("stream", "cpu"), ("accelerate", "cpu")])

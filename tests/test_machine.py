@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
 from zinfer.analysis.economics import list_prices
-from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue, override
+from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue, limit_of, override
 from zinfer.system import machines as machines
 from zinfer.system.machines import load
 
@@ -139,3 +139,23 @@ def test_a_wrong_figure_is_refused_in_one_line(setting: str, says: str) -> None:
     with pytest.raises(MachineError, match=says) as error:
         override(load("h200"), setting)
     assert "\n" not in str(error.value)
+
+
+def test_a_limit_is_another_machine_and_changes_the_plan(monkeypatch: Patch) -> None:
+    whole = load("h100-80gb")
+    small = whole.limited(24_000_000_000)
+    assert (small.gpu_bytes, small.overridden, whole.overridden) == (24_000_000_000, ("gpu_bytes",), ())
+    assert (limit_of(small.name), limit_of(whole.name)) == ("24GB", None)
+    assert limit_of(whole.limited(24 << 30).name) == "25.769803776GB", "to the byte"
+    for machine, size in ((whole, whole.gpu_bytes + 1), (Machine(name="x", source="measured"), 1)):
+        with pytest.raises(MachineError, match="--gpu-memory"):
+            machine.limited(size)
+
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: whole)
+    sweep = ["sweep", "--model", "opt-30b", "--offload", "none", "--batch-size", "1", "--dry-run"]
+    fits, short = (invoke(*sweep, *more).stdout for more in ([], ["--gpu-memory", "24GB"]))
+    assert "24.0 GB" not in fits
+    assert mentions(short, "h100-80gb-gpu-24-gb", "24.0 GB")
+    refused = invoke(*sweep, "--engine", "stream,llama-server", "--gpu-memory", "24GB")
+    assert refused.exit_code == 2
+    assert "does not reach llama-server" in refused.stderr

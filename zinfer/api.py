@@ -143,7 +143,7 @@ class LLM(Closing):
         with ExitStack() as stack, _errors(), context.scope(cleanup=False):
             stack.callback(context.close)
             job = flags.prepared("LLM", how)
-            machine, spec = flags.this_machine(how["nvme_path"]), job.source.spec
+            machine, spec = flags.this_machine(how["nvme_path"], how["gpu_memory"]), job.source.spec
             plan, load = typical_plan(job.cases(), spec, machine, how["nvme_path"], how["batch_size"], AHEAD)
             if load is None:
                 raise ZinferError(str(plan.why_not))
@@ -303,7 +303,7 @@ def sweep(
         raise ZinferError(f"{wrong[0]} is for the command line")
     del given["recipe"], given["shard"], given["output"]
     with _errors():
-        how = {name: given.pop(name) for name in sweep_verb.HOW}
+        how = sweep_verb.taken(given)
         wanted = sweep_verb.asked(recipe, given, how)
         name = f"{sweep_verb.name_of(recipe, wanted)}.jsonl"
         path, jobs, header, recorded = sweep_verb.begin(wanted, Path(output or local.results_folder() / name), how)

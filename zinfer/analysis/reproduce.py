@@ -5,13 +5,18 @@ import shlex
 from zinfer.analysis.economics import Point
 from zinfer.checkpoint.resolve import catalogue_names, from_catalogue
 from zinfer.core.case import Case
+from zinfer.core.machine import limit_of
 from zinfer.core.requests import RequestLoad
 from zinfer.record.measurement import Measurement
 
 
 def commands(point: Point) -> tuple[str, str]:
     """Return shell commands that repeat a measurement and use its configuration."""
-    return case_commands(point.case, None if isinstance(point, Measurement) else point.requests)
+    both = case_commands(point.case, None if isinstance(point, Measurement) else point.requests)
+    if (limit := limit_of(point.machine)) is None:
+        return both
+    again, use = (f"{command} --gpu-memory {limit}" for command in both)
+    return again, use
 
 
 def case_commands(

@@ -132,7 +132,7 @@ def _run(
     waiting: list[BatchLine], job: options.Prepared, ledger: Ledger, watch: Watch, debug: bool, how: dict[str, Any]
 ) -> BatchProgress | None:
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
-    spec, machine = job.source.spec, options.this_machine(how["nvme_path"])
+    spec, machine = job.source.spec, options.this_machine(how["nvme_path"], how["gpu_memory"])
     make_worker = watch.workers(job.target, how["timeout_s"], debug, job.source.revision)
     with watch.interruptible(KEPT), Driver(make_worker, watch.loading) as driver:
         driver.start()  # it imports its libraries while prompts are read

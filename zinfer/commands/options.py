@@ -247,6 +247,7 @@ load_options = option_group(  # of a load: weights, type, slice, NVMe folder, en
     layers,
     option("--nvme-path", click.Path(file_okay=False), "Folder for --offload nvme."),
     gpu_weights,
+    option("--gpu-memory", SIZE, "Use at most this of a GPU."),
     option("-O --option settings", SETTING, "Engine option; a comma list is an axis. Repeatable.", multiple=True),
     option(
         "--help-engine",
@@ -295,9 +296,10 @@ def check_nvme(offloads: Iterable[str | None], nvme_path: str | None) -> None:
         raise click.UsageError("--offload nvme needs --nvme-path, a folder on the NVMe drive")
 
 
-def this_machine(nvme_path: str | None) -> Machine:
-    """Describe this machine, with the space that is free at `nvme_path`."""
+def this_machine(nvme_path: str | None, gpu_memory: int | None = None) -> Machine:
+    """Describe this machine: free space at `nvme_path`, at most `gpu_memory` bytes a GPU."""
     machine = local.this_machine()
+    machine = machine if gpu_memory is None else machine.limited(gpu_memory)
     if nvme_path is None:
         return machine
     Path(nvme_path).mkdir(parents=True, exist_ok=True)

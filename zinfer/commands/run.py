@@ -135,7 +135,7 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     prompt_ids = [] if chat else _encoded(tokenizer, texts, sampling.grammar)
     longest = max(map(len, prompt_ids), default=1)
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
-    machine = options.this_machine(how["nvme_path"])
+    machine = options.this_machine(how["nvme_path"], how["gpu_memory"])
     length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
     rows = batch_size or max(1, len(texts))
     plan = best_plan(job.cases(length, output_len), [(length, output_len)] * rows, spec, machine, how["nvme_path"])

@@ -63,7 +63,7 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
     job = options.prepared("serve", how)
-    machine, tokenizer = options.this_machine(how["nvme_path"]), job.tokenizer
+    machine, tokenizer = options.this_machine(how["nvme_path"], how["gpu_memory"]), job.tokenizer
     choice = (how["nvme_path"], how["batch_size"], how["max_queue"])
     plan, load = typical_plan(job.cases(), job.source.spec, machine, *choice)
     if load is None:

@@ -176,7 +176,7 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
     options.check_nvme([offload], nvme_path)
     if gpu_weights and len(gpu_weights) > 1:
         raise click.UsageError("--gpu-weights takes one share here: the settings are what is compared")
-    machine = options.this_machine(nvme_path)
+    machine = options.this_machine(nvme_path, how["gpu_memory"])
 
     def plans(choice: Any, axes: dict[str, Any], model: str, source: Source) -> list[tuple[Plan, str]]:
         lengths = {"input_len": how["input_len"], "output_len": how["output_len"]}
@@ -238,7 +238,7 @@ def reuse(debug: bool, /, output: Path | None, **how: Any) -> None:
     load_format: Any = how["load_format"] or "auto"
     source = find(how["model"], how["dtype"], how["layers"], load_format, weights=weights[0])
     wanted = options.sweep_of(how, offload=how["offload"], input_len=contexts, output_len=1)
-    machine = options.this_machine(nvme_path)
+    machine = options.this_machine(nvme_path, how["gpu_memory"])
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(how['engine'])} has no offload {', '.join(how['offload'])}")

@@ -16,7 +16,7 @@ from zinfer.commands.out import say
 from zinfer.commands.results import warned
 from zinfer.commands.verb import Failure, Verb
 from zinfer.commands.watch import Watch
-from zinfer.core.engine import OptionError, draft_of
+from zinfer.core.engine import OptionError, draft_of, is_server
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration
@@ -35,8 +35,6 @@ LONG_S = 3600  # seconds from which on a sweep asks first
 # Fields that choose what is measured: without any of them a sweep measures what `zinfer best` needs to decide.
 CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "requests", "request_lengths"}
 DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
-# options that are not of the recipe
-HOW = ("nvme_path", "resume", "force", "dry_run", "yes", "as_json", "merge", "cluster", "slurm_args", "settings")
 MINUTES = options.Parsed("N|none", lambda text: 0.0 if text == "none" else float(text), "a number of minutes, or none")
 IN_FLIGHT = options.comma_list("auto|N,..", parse_option, "auto, or positive whole numbers with commas between")
 RATES = options.comma_list("R,..", parse_option, "positive numbers with commas between, or inf")
@@ -76,7 +74,7 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
 @options.repeatable("--sla", "Level for goodput, as ttft:p99:<=:30s.", "LEVEL")
-@option("--rounds", options.COUNT, "Repeat the sweep N times, loading anew.  [default: 1]")
+@option("--rounds", options.COUNT, "Repeat all N times, loading anew.  [default: 1]")
 @option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
 @option("--yes", bool, "Begin a sweep of more than an hour without a question.")
 @options.load_options
@@ -112,7 +110,7 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     zinfer sweep mixtral -o out.jsonl --shard 2/4         on each of four machines
     zinfer sweep mixtral -o out.jsonl --merge             when all shards have ended
     """
-    how = {name: given.pop(name) for name in HOW}
+    how = taken(given)
     nvme_path, cluster, merge = how["nvme_path"], how["cluster"], how["merge"]
     plan = asked(recipe, given, how, shared=shard is not None or cluster is not None)
     if cluster is None:
@@ -122,7 +120,8 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
         raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if how["dry_run"]:
-        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), how["as_json"])
+        machine = options.this_machine(nvme_path, how["gpu_memory"])
+        _print_plans(plan, _prepared(plan, machine, nvme_path), how["as_json"])
         return
     shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
     output = output or (local.RESULTS if shared else local.results_folder()) / f"{name_of(recipe, plan)}.jsonl"
@@ -134,6 +133,11 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
         outcome = _measure(plan, output, bool(debug), how, shard)
     click.echo(output if shard is None else shard.path(parts.parts_path(output)))
     raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
+
+
+def taken(given: dict[str, Any]) -> dict[str, Any]:
+    """Take what is not of a recipe out of `given`; return it."""
+    return {name: given.pop(name) for name in given.keys() - Sweep.model_fields.keys()}
 
 
 def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared: bool = False) -> Sweep:
@@ -158,6 +162,8 @@ def asked(recipe: str | None, given: dict[str, Any], how: dict[str, Any], shared
     if plan.batch_size != () and any(draft_of(load.options) != "none" for load in plan.loads()):
         raise OptionError("draft: equal batches of random tokens say nothing about drafts; measure requests alone")
     options.check_nvme(plan.offload, how["nvme_path"])
+    if how["gpu_memory"] and (servers := [name for name in plan.engine if is_server(name)]):
+        raise click.UsageError(f"--gpu-memory does not reach {', '.join(servers)}: limit a server by -O args=..")
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
@@ -178,7 +184,7 @@ def begin(
 ) -> tuple[Path, list[sweep.LoadJob], Header, list[sweep.Point]]:
     """Return file, loads, header and recorded points. Raises Failure."""
     resume, nvme_path = how["resume"], how["nvme_path"]
-    machine = options.this_machine(nvme_path)
+    machine = options.this_machine(nvme_path, how["gpu_memory"])
     jobs = _prepared(plan, machine, nvme_path, shard)
     if shard is None and not any(job.plan.fits for job in jobs):
         raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)

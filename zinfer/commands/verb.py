@@ -19,7 +19,7 @@ GROUPS = {
     "chat system ignore_eos",
     "Sampling": "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
     "stop_token_ids min_tokens seed structured_outputs",
-    "Placement": "machine host_memory engine offload gpu_weights nvme_path weight_codec kv_offload "
+    "Placement": "machine host_memory engine offload gpu_weights gpu_memory nvme_path weight_codec kv_offload "
     "kv_cache_dtype kv_cache_size draft acceptance experts gpus settings help_engine",
     "Server": "serve served_names host port api_key max_queue max_body drain_s",
     "Decision": "objective gpu_hour_usd stated demand deadline utilisation spare calibrate",

@@ -115,6 +115,15 @@ class Machine(Frozen):
             rates["pageable_bandwidth"] = max(self.pageable_bandwidth, link)
         return self.model_copy(update=rates)
 
+    def limited(self, gpu_bytes: int) -> "Machine":
+        """Return the machine as if its GPUs had `gpu_bytes` each. Raises MachineError for more than they have."""
+        if gpu_bytes > self.gpu_bytes:
+            there = f"a GPU of {self.name} has {gb(self.gpu_bytes)}" if self.gpu_count else f"{self.name} has no GPU"
+            raise MachineError(f"--gpu-memory {gb(gpu_bytes)}: {there}")
+        sources = self.sources | {"gpu_bytes": "set by --gpu-memory"}
+        name = f"{self.name}-gpu-{gpu_bytes / 1e9:.12g}-gb"
+        return self.model_copy(update={"name": name, "gpu_bytes": gpu_bytes, "sources": sources})
+
     @property
     def overridden(self) -> tuple[str, ...]:
         """Names of the figures that `override` changed."""
@@ -131,6 +140,12 @@ class Machine(Frozen):
 
 
 FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
+
+
+def limit_of(name: str) -> str | None:
+    """Return the limit that a name holds, as it is typed (`Machine.limited`)."""
+    match = re.search(r"-gpu-([\d.]+)-gb$", name)
+    return f"{match[1]}GB" if match else None
 
 
 def override(machine: Machine, setting: str) -> Machine:

@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from zinfer.core.case import Workload
 from zinfer.core.engine import EngineOptions, parse_options
 from zinfer.core.progress import Progress, silent
-from zinfer.engine import EngineError
+from zinfer.engine import EngineError, gpu_memory
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 from zinfer.engine.late import Late
 from zinfer.plan.planner import Plan
@@ -76,6 +76,8 @@ class Engine(ABC, Generic[B]):
         self.options: EngineOptions = parse_options(case.engine, case.options, case.offload)
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda":
+            gpu_memory.limit(plan.machine)
         self.expected: Workload | None = None
         self.batches: list[B] = []  # micro-batches admitted and not retired
 

@@ -18,7 +18,7 @@ from zinfer.core.case import Workload
 from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.errors import NotFiniteError
 from zinfer.core.request import GREEDY, Request
-from zinfer.engine import EngineError
+from zinfer.engine import EngineError, gpu_memory
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.transfer import to_device
@@ -188,7 +188,7 @@ class ContinuousScheduler:
         if self.engine.device.type != "cuda":
             return planned
         self.engine.give_back()
-        free = torch.cuda.mem_get_info()[0] * plan.placement.gpus  # they are alike
+        free = gpu_memory.free_and_total()[0] * plan.placement.gpus  # they are alike
         room = plan.machine.gpu_bytes * plan.placement.gpus
         each = plan.model.kv_bytes(1, load.total_len) * plan.placement.kv_ratio / load.total_len
         each += draft_kv_bytes(plan.model, 1, load.total_len) / load.total_len

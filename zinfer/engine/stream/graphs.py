@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from zinfer.engine import gpu_memory
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
@@ -105,7 +106,7 @@ class CudaRecorder:
             return self._record(run)
 
     def _record(self, run: Run) -> Run:
-        free, total = torch.cuda.mem_get_info(self._device)
+        free, total = gpu_memory.free_and_total()
         others = total - free - torch.cuda.memory_reserved(self._device)
         if total - others - torch.cuda.max_memory_allocated(self._device) < TUNED.min_free:
             raise torch.OutOfMemoryError("the next prefill may need the memory")

@@ -6,11 +6,9 @@ experts; a forward pass shows how much each layer caches, how many heads attend 
 Tensors on the meta device have shapes and no data, so this takes a second or two for a model of any size.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from inspect import signature
 from itertools import count
 from math import ceil
@@ -89,21 +87,15 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
     """Return the shape of the model that `config` describes. Raises ModelError, with `name` in it."""
     with _refusing(name):
-        return _measure(json.dumps(config, sort_keys=True))
-
-
-@cache
-def _measure(config_json: str) -> Shape:
-    config = json.loads(config_json)
-    with building(), torch.device("meta"), _Watch():
-        model = _causal(_configured(config.get("model_type", ""), config), "bfloat16").eval()
-    if (size := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
-        raise ModelError(f"its tables and masks take {size / 1e9:,.0f} GB: the positions of its config.json are wrong")
-    stack, layers = decoder_layers(model)
-    watched = _watched(model, layers, _TOKENS)
-    slow = any(seen.may_grow for seen in watched)
-    longer = _watched(model, layers, _MORE) if slow else [None] * len(layers)
-    return _shape(model, stack, layers, list(zip(watched, longer, strict=True)))
+        with building(), torch.device("meta"), _Watch():
+            model = _causal(_configured(config.get("model_type", ""), config), "bfloat16").eval()
+        if (size := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
+            raise ModelError(f"its tables and masks take {size / 1e9:,.0f} GB: positions in its config.json are wrong")
+        stack, layers = decoder_layers(model)
+        watched = _watched(model, layers, _TOKENS)
+        slow = any(seen.may_grow for seen in watched)
+        longer = _watched(model, layers, _MORE) if slow else [None] * len(layers)
+        return _shape(model, stack, layers, list(zip(watched, longer, strict=True)))
 
 
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "list[_Seen]":

@@ -21,6 +21,18 @@ _FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT = ["*/*", "consolidated*"]  # folders and Mistral's second copy of the weights would double the download
 TIMEOUT_S = 10.0
 _WITHOUT = "use --load-format dummy with a catalogue model, or pass a local folder"
+# Errors of huggingface_hub: the hub was reached, and has no such thing; or there is no way to it.
+_ABSENT = {
+    "RevisionNotFoundError": "the hub has no such revision",
+    "RepositoryNotFoundError": "the hub has no such model, or it is private: check it, or `hf auth login`",
+    "EntryNotFoundError": "the repository has no config.json: it holds no transformers model",
+    "HFValidationError": "its name is no name of the hub",
+}
+_OUT_OF_REACH = {
+    "GatedRepoError": "its access is restricted: accept its terms on the hub, then `hf auth login`",
+    "OfflineModeIsEnabled": f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}",
+    "LocalEntryNotFoundError": f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}",
+}
 
 
 def split(reference: str) -> tuple[str, str | None]:
@@ -33,32 +45,18 @@ def split(reference: str) -> tuple[str, str | None]:
 def _explained(hub_id: str) -> Iterator[None]:
     """Turn any failure of the hub into a one-line ModelError."""
     try:
-        from huggingface_hub import errors
-    except ImportError:
-        message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
-        raise environment_error(ModelError(message)) from None
-    absent = {  # the hub was reached, and has no such thing
-        errors.RevisionNotFoundError: "the hub has no such revision",
-        errors.RepositoryNotFoundError: "the hub has no such model, or it is private: check it, or `hf auth login`",
-        errors.EntryNotFoundError: "the repository has no config.json: it holds no transformers model",
-        errors.HFValidationError: "its name is no name of the hub",
-    }
-    out_of_reach = {
-        errors.GatedRepoError: "its access is restricted: accept its terms on the hub, then `hf auth login`",
-        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}",
-        errors.LocalEntryNotFoundError: f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}",
-    }
-    try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # also network failures (each HTTP client has its own), 5xx, disk
-        for kind, message in (out_of_reach | absent).items():  # the former derive from the latter
-            if isinstance(error, kind):
-                fault = ModelError(f"{hub_id}: {message}")
-                raise (fault if kind in absent else environment_error(fault)) from None
-        message = f"{hub_id}: the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+    except ImportError:
+        message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
         raise environment_error(ModelError(message)) from None
+    except Exception as error:  # also network failures (each HTTP client has its own), 5xx, disk
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        fault = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+        kind = next((kind for kind in kinds if kind in _ABSENT | _OUT_OF_REACH), "")
+        told = ModelError(f"{hub_id}: {(_ABSENT | _OUT_OF_REACH).get(kind, fault)}")
+        raise (told if kind in _ABSENT else environment_error(told)) from None
 
 
 def config_of(reference: str) -> dict[str, Any]:

@@ -5,9 +5,9 @@ caller, a scheduler, decides what each pass carries, and one loop, one clock and
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -316,8 +316,4 @@ def combined_workload(batches: Sequence[MicroBatch], rows: int, length: int, cap
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
 
-def load(target: str) -> type[Engine]:
-    """Import and return the engine class at ``module:Class``."""
-    module, _, name = target.partition(":")
-    engine: type[Engine] = getattr(import_module(module), name)
-    return engine
+load: Callable[[str], type[Engine]] = resolve_name  # takes ``module:Class``

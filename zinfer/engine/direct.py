@@ -49,30 +49,24 @@ class DirectFile(_Opened):
     def __init__(self, path: Path) -> None:
         self.path, self.direct = path, True
         try:
-            if not self._open_direct():
-                self.direct, self._file = False, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._open(os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a fault of the file, or of the drive; else the system refuses
+                    raise
+                self.direct = False
+                self._open(0)
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except OSError as error:
             self.close()
             raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror}")) from None
 
-    def _open_direct(self) -> bool:
-        """Open the file for direct reads; return False if its system refuses. Some refuse only when they are tried."""
-        try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a fault of the file, or of the drive
-                raise
-            return False
-        try:
-            with mmap.mmap(-1, PAGE) as page:
-                os.preadv(file, [page], 0)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                os.close(file)
-                return False
-        self._file = file
-        return True
+    def _open(self, flag: int) -> None:
+        """Open the file and try a read. Some systems refuse direct ones only then."""
+        self.close()
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flag)
+        with mmap.mmap(-1, PAGE) as page:
+            os.preadv(self._file, [page], 0)
 
     @property
     def identity(self) -> Identity:

@@ -24,7 +24,7 @@ from zinfer.core.errors import ZinferError
 from zinfer.core.model import Matrix, ModelSpec, Weights
 from zinfer.engine import base
 from zinfer.engine.base import Engine
-from zinfer.engine.quantization import quantize
+from zinfer.engine.quantization import loading
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
@@ -210,7 +210,7 @@ def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Pat
 def test_weights_in_16_bits_are_rounded_while_they_load(
     architecture: str, weights: Weights, checkpoint: Checkpoints
 ) -> None:
-    """Each matrix is that of `zinfer.engine.quantization.quantize`; the others stay."""
+    """Each matrix is that of `zinfer.engine.quantization.loading.quantize`; the others stay."""
     folder = checkpoint(architecture, hidden_size=128)
     before = dict(both(resolve(str(folder), "bfloat16"), "safetensors")[0])
     spec = resolve(str(folder), "bfloat16", weights=weights)
@@ -221,7 +221,7 @@ def test_weights_in_16_bits_are_rounded_while_they_load(
             assert torch.equal(tensor, before[name]), name
             continue
         rows = before[name].flatten(0, -2)
-        size = quantize.group_size(rows.shape[1], weights)  # type: ignore[arg-type]
+        size = loading.group_size(rows.shape[1], weights)  # type: ignore[arg-type]
         half = {"int4": 7.5, "int8": 127.5}.get(weights, 14)
         steps = rows.float().unflatten(-1, (-1, size)).abs().amax(-1, keepdim=True) / half
         error = (tensor.flatten(0, -2).float() - rows.float()).unflatten(-1, (-1, size)).abs()

@@ -26,8 +26,8 @@ from zinfer.cli import cli
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ModelError
 from zinfer.engine.quantization import checkpoint as copies
-from zinfer.engine.quantization import quantize as quantizers
-from zinfer.engine.quantization.quantize import quantize
+from zinfer.engine.quantization import loading as quantizers
+from zinfer.engine.quantization.loading import quantize
 from zinfer.record import study
 from zinfer.record.study import Deviation
 

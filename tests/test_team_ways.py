@@ -101,7 +101,7 @@ def followers(process: int) -> list[int]:
     """Return the processes of other ranks below `process`."""
     tasks = Path(f"/proc/{process}/task").iterdir()
     children = [child for task in tasks for child in (task / "children").read_text().split()]
-    mark = b"zinfer.engine.rank"
+    mark = b"zinfer.engine.team"
     return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 

@@ -30,9 +30,8 @@ from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.state import ModelState
-from zinfer.engine.tensorrt import TensorRT, planfile
+from zinfer.engine.tensorrt import Executor, TensorRT, planfile
 from zinfer.engine.tensorrt.build import build, plan_key
-from zinfer.engine.tensorrt.execute import Executor
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
 from zinfer.plan.planner import Plan, make_plan

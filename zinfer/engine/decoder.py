@@ -7,14 +7,14 @@ that left-padded rows count from their own first token, as in `generate`.
 import inspect
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import TypeVar
@@ -25,7 +25,6 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, RowCache, RowMask, RowSource, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
-from zinfer.engine.positions import asks_length, scale_by_positions
 from zinfer.engine.transfer import to_device, to_device_together
 from zinfer.plan.planner import Plan
 from zinfer.system import scratch
@@ -447,3 +446,42 @@ def offload_folder(nvme_path: str | None) -> Scratch:
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
         raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")
     return scratch.folder(Path(nvme_path), "weights")
+
+
+def _scale_by_positions(layer: nn.Module, attention: Any) -> None:
+    """Scale the queries of `attention` by the position ids of its `layer`."""
+    forward, positions = layer.forward, torch.empty(0)
+
+    def scale(_module: nn.Module, _args: tuple[Any, ...], queries: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / attention.floor_scale)
+        scale: Tensor = torch.log1p(steps) * attention.attn_scale + 1.0
+        return (queries * scale[..., None]).to(queries.dtype)
+
+    @wraps(forward)
+    def noting_positions(*args: Any, **named: Any) -> Any:  # behind the hooks, where another pass may take turns
+        nonlocal positions
+        positions = named["position_ids"]
+        return forward(*args, **named)
+
+    attention.attn_temperature_tuning = False
+    attention.q_proj.register_forward_hook(scale)
+    layer.forward = noting_positions
+
+
+def scale_by_positions(layers: Iterable[nn.Module]) -> None:
+    """Scale queries by positions, not by columns of the cache."""
+    for layer in layers:
+        for module in layer.modules():
+            plain = not getattr(module, "use_rope", True) and not hasattr(module, "qk_norm")
+            if plain and getattr(module, "attn_temperature_tuning", False):
+                _scale_by_positions(layer, module)
+
+
+def asks_length(layers: Iterable[nn.Module]) -> bool:
+    """Tell whether code of the layers asks the cache for its length."""
+
+    def asks(module: nn.Module) -> bool:
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        return "get_seq_length" in getattr(code, "co_names", ()) and not hasattr(module, "attn_temperature_tuning")
+
+    return any(asks(module) for layer in layers for module in layer.modules())

@@ -41,7 +41,9 @@ from zinfer.plan.planner import Plan
 from zinfer.system import scratch
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 
-COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
+ENTRY = """import sys; from zinfer.system.ending import with_parent; with_parent()
+from zinfer.engine.team import follow; follow(*map(int, sys.argv[1:]))"""  # of a follower: socket, orders, answers
+COMMAND = (sys.executable, "-c", ENTRY)
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing for one host.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 

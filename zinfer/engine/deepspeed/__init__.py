@@ -35,8 +35,17 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
-from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
-from zinfer.engine.deepspeed.world import Partition, check_async_io, check_dtype, modules_under_way, prepare
+from zinfer.engine.deepspeed.world import (
+    GROUP,
+    Partition,
+    check_async_io,
+    check_dequantizer,
+    check_dtype,
+    modules_under_way,
+    prepare,
+    quantise,
+    quantised_linear,
+)
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import Plan

@@ -1,8 +1,7 @@
 """Quantised copy of a checkpoint, in the format of compressed-tensors.
 
-The matrices of the decoder layers are quantised (`zinfer.engine.quantization.quantize`); embeddings, norms, biases, the
-head and routers stay as they are stored. Tensors keep their stored names. They are read, quantised and written a file
-of bounded size at a time.
+The matrices of the decoder layers are quantised (`zinfer.engine.quantization.loading.quantize`); embeddings, norms,
+biases, the head and routers stay as stored. Tensors keep their stored names, and are written a bounded file at a time.
 
 `config.json` is removed before anything else is written, and written last: what a kill leaves is no checkpoint.
 """
@@ -28,7 +27,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
-from zinfer.engine.quantization.quantize import group_size, quantize
+from zinfer.engine.quantization.loading import group_size, quantize
 from zinfer.engine.read import check_finite, empty_tensor, read_groups
 from zinfer.engine.state import ModelState
 from zinfer.system import atomic

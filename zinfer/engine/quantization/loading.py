@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from zinfer.checkpoint import quantization
 from zinfer.checkpoint.architecture import MatrixFinder
 from zinfer.checkpoint.headers import CheckpointError, TensorInfo
+from zinfer.checkpoint.quantization import Scheme
 from zinfer.checkpoint.quantized_tensors import Quantization, QuantizedWeight
 from zinfer.core.model import ModelSpec, Weights
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
-from zinfer.engine.quantization.quantize import quantize
 from zinfer.engine.read import DTYPES
 
 
@@ -199,3 +200,56 @@ def _zeros(weight: QuantizedWeight, dtype: torch.dtype, shape: tuple[int, ...], 
     middle = (1 << weight.bits - 1) - weight.offset
     whole = sum(middle << shift for shift in range(0, 8, weight.bits))
     return torch.full((*shape, 4), whole, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+VALUES_AT_ONCE = 1 << 24  # values that are quantised at a time: float32 copies of a large matrix would fill a GPU
+# Type of a scheme's codes, the smallest and the largest of them.
+_CODES = {"int4": (torch.int8, -8, 7), "int8": (torch.int8, -128, 127), "fp8": (torch.float8_e4m3fn, -448, 448)}
+
+
+def group_size(columns: int, scheme: Scheme) -> int:
+    """Return how many columns share a scale; 0: the matrix stays."""
+    return quantization.group_size(columns) if scheme == "int4" and columns else columns
+
+
+def quantize(weight: Tensor, scheme: Scheme, size: int | None = None) -> dict[str, Tensor]:
+    """Return the stored tensors of a matrix ``[out, in]``, on its device.
+
+    They are by their names within a module; those of a weight on the meta device have shapes and types only. Codes are
+    the nearest ones, and scales (rounded first) the largest magnitude that they cover over half the range of codes, as
+    by compressed-tensors' `calculate_qparams`, formats pack-quantized, int-quantized and float-quantized.
+
+    ``int4``: `weight_packed` (int32 ``[out, in / 8]``, the first code in the lowest bits, plus 8), `weight_scale`
+    ``[out, in / size]`` and `weight_shape` (int64 ``[2]``, on the CPU). ``int8`` and ``fp8`` (e4m3): codes `weight`
+    ``[out, in]`` and `weight_scale` ``[out, 1]``. Scales have the type of the weight. A matrix whose rows no group size
+    divides comes back as it is, as `weight`. `size` is that of `group_size` unless it is given; it must divide a row.
+    Raises ValueError for what is no matrix of floating-point numbers, and for NaN and infinity.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise ValueError(f"no matrix of floating-point weights: {weight.dtype} {list(weight.shape)}")
+    rows, columns = weight.shape
+    size = group_size(columns, scheme) if size is None else size
+    if not size or not rows:
+        return {"weight": weight}
+    step = max(1, VALUES_AT_ONCE // columns)
+    parts = [_rows(part, scheme, size) for part in weight.detach().split(step)]
+    codes, scales = (torch.cat(several) for several in zip(*parts, strict=True))
+    if scheme == "int4":
+        return {"weight_packed": codes, "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
+    return {"weight": codes, "weight_scale": scales}
+
+
+def _rows(part: Tensor, scheme: Scheme, size: int) -> tuple[Tensor, Tensor]:
+    dtype, low, high = _CODES[scheme]
+    groups = part.to(torch.float32).unflatten(-1, (-1, size))  # [rows, groups, size]
+    scales = (groups.abs().amax(-1) / ((high - low) / 2)).to(part.dtype)
+    if not scales.is_meta and not bool(scales.isfinite().all()):
+        raise ValueError("the weight holds NaN or infinity")
+    scales = torch.where(scales == 0, torch.finfo(part.dtype).eps, scales)  # a group of zeros
+    numbers = (groups / scales.to(torch.float32)[..., None]).clamp_(low, high).flatten(-2)
+    if not dtype.is_floating_point:
+        numbers = numbers.round_()
+    if scheme != "int4":
+        return numbers.to(dtype), scales
+    codes = numbers.add_(8).to(torch.uint8)  # eight in a word of 32 bits
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32), scales

@@ -1,9 +1,7 @@
 """Model measurement: build a `transformers` model without memory, and watch a pass.
 
-Configurations name the same quantity in many ways, and the arithmetic behind the names differs between architectures.
-So the model itself is read: its modules tell the parameters of each decoder layer and which of them belong to routed
-experts; a forward pass shows how much each layer caches, how many heads attend and how many experts a token is sent to.
-Tensors on the meta device have shapes and no data, so this takes a second or two for a model of any size.
+Configurations name the same quantity in many ways, so the model itself is read, on the meta device: its modules tell
+the parameters and routed experts of each decoder layer, a forward pass what it caches, how it attends and routes.
 """
 
 from collections import Counter
@@ -15,6 +13,7 @@ from math import ceil
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import constants
 from torch import Tensor, nn
@@ -22,13 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -279,7 +272,7 @@ def _configured(architecture: str, config: Mapping[str, Any]) -> PreTrainedConfi
             f"transformers cannot build a {architecture!r} model without code of the repository, which zinfer does "
             "not run"
         )
-    return AutoConfig.for_model(architecture, **settings)
+    return transformers.AutoConfig.for_model(architecture, **settings)
 
 
 def _numbers(value: Any) -> Any:
@@ -293,6 +286,7 @@ def _numbers(value: Any) -> Any:
 
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
     """Build the causal language model of `config`, without towers where possible."""
+    make: Any = transformers.AutoModelForCausalLM
     if config.model_type in _UNLIKE:
         raise ModelError(f"{config.model_type} models are not supported: {_UNLIKE[config.model_type]}")
     text = getattr(config, "text_config", None)
@@ -301,10 +295,13 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        return transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"a {config.model_type!r} model is no decoder-only language model")
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    model: PreTrainedModel = make.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    return model
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Configurations of models (`config.json`), checked before anything is built from them.
 
-Anybody may have written one. Its common fields have bounds: sizes beyond any model's would take hours or all memory
-before an error shows. Fields that name code of a repository are left out, with a warning, or refused. All other fields
-pass, since each architecture has its own.
+Common fields have bounds: sizes beyond any model's would take hours or all memory before an error shows. Fields that
+name code of a repository are left out, with a warning, or refused. All others pass: each architecture has its own.
 """
 
 import math

@@ -1,8 +1,7 @@
 """GGUF files: their metadata as a configuration, the places of their tensors, and their tokenizer.
 
-The configuration is made by the maps of `transformers`, and completed by sizes and rotary positions that these leave at
-the defaults of a class. To parse the metadata takes seconds for a large vocabulary, so that the result is kept in the
-user's cache. `zinfer.checkpoint.gguf_names` gives tensors the names of a model.
+The maps of `transformers` make the configuration; sizes and rotary positions complete it. Parsing takes seconds, so the
+result is kept in the user's cache. `zinfer.checkpoint.gguf_names` gives tensors the names of a model.
 """
 
 import hashlib

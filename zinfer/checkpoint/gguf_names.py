@@ -1,8 +1,7 @@
 """Names in a model of a GGUF's tensors, by `transformers`' maps.
 
-Most tensors are those of a safetensors checkpoint under other names. Each expert of a stack is a run of bytes, and so
-becomes a tensor of its own, which transformers' conversion stacks again. A few are changed when a GGUF is written;
-transformers' processors undo that: rows in another order are put back as codes, all else as values.
+Each expert of a stack is a run of bytes, and so becomes a tensor of its own, which transformers' conversion stacks
+again. Its processors undo what is changed when a GGUF is written: rows in another order as codes, all else as values.
 """
 
 import re

@@ -1,9 +1,7 @@
 """Quantised tensors: which stored tensors make a weight, from headers or from a configuration alone.
 
-A quantised weight is stored as codes of 4 or 8 bits and scales, under names of their own. `quantized_weights` finds
-them by these names, in the formats of a checkpoint's `quantization_config`; every tensor with codes must have all that
-belongs to it, in the shapes that follow from each other. `Quantization` tells them from the configuration alone.
-`zinfer.engine.quantization.dequantize` does the arithmetic.
+`quantized_weights` finds codes and scales by their names, in the formats of a checkpoint's `quantization_config`; all
+that belongs to a weight must be there, in fitting shapes. `Quantization` tells them from the configuration alone.
 """
 
 import re

@@ -2,8 +2,7 @@
 
 `transformers` passes all fields of `tokenizer_config.json` to a class that the file names, and looks for more files in
 the folder. So it gets a folder of its own: links to the vocabularies, which are regular files of bounded size, and a
-configuration without the fields that name code or files. Nothing else of the checkpoint is in it: no pickled
-vocabulary, no adapter, no processor, no module, and no chat template, which zinfer chooses itself.
+configuration without fields that name code or files. The chat template is zinfer's to choose.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Hugging Face Accelerate: hooks that fetch a module's weights before it runs and drop them after it.
 
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
-memory: nothing overlaps (Accelerate 1.15, `set_module_tensor_to_device`). Page-locked memory, which a user can add, is
-worth a factor of six on PCIe. Weights outside the decoder layers, and weights shared by layers, stay on the device, and
-with `--gpu-weights` the first layers, as in the map that `device_map="auto"` makes for a limit of memory.
+memory: nothing overlaps (Accelerate 1.15). Page-locked memory is worth a factor of six on PCIe. Weights outside the
+decoder layers or shared by them stay on the device, and with `--gpu-weights` the first layers, as `device_map` does it.
 """
 
 import dis

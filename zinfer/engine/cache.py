@@ -2,11 +2,8 @@
 
 `transformers`' DynamicCache copies itself at every step, and its StaticCache makes attention read the whole capacity.
 Here attention sees a view of the filled part, and an out-of-memory error comes in prefill or not at all. Every layer
-can be narrowed to some of the rows, so that a batch goes through the model a few rows at a time.
-
-A layer that attends within a sliding window has memory for that window. A layer with a state of fixed size keeps
-`transformers`' own tensors. A model with any other kind of layer (blocks of compressed keys, or keys of an indexer)
-gets the cache that `transformers` makes, which goes through the model whole.
+can be narrowed to some rows, for passes of a few rows. A sliding window has memory for that window; a layer with a
+state of fixed size keeps `transformers`' tensors; a model with another kind of layer gets the cache of `transformers`.
 """
 
 from collections.abc import Callable, Sequence

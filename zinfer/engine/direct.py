@@ -1,10 +1,8 @@
 """Direct reads by many threads, past the page cache (O_DIRECT).
 
-They reach the full rate of the drive. The page cache would drop weights before the next pass needs them; a file system
-that refuses direct I/O is read through it all the same, and the pages are dropped behind the reads.
-
-Direct reads begin and end at whole pages, in the file and in memory: `aligned` gives the range to read. The memory
-should lie in huge pages, as that of `PinnedArena` does: requests into scattered pages cost a third of the rate.
+They reach the full rate of the drive. Where a file system refuses direct I/O, it is read through the cache, and the
+pages are dropped behind the reads. Direct reads begin and end at whole pages, in the file (`aligned`) and in memory;
+that should lie in huge pages, as in `PinnedArena`: requests into scattered pages cost a third of the rate.
 """
 
 import errno

@@ -1,7 +1,6 @@
-"""KV snapshots: keys and values in host memory, where a prefill continues.
+"""KV snapshots: keys and values in host memory, where a prefill of any engine continues.
 
-Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values. An engine
-can continue from the snapshot of another.
+Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values.
 """
 
 from collections.abc import Iterator, Sequence

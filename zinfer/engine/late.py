@@ -1,7 +1,6 @@
 """Items that a thread loads while others are in use: layers, during the first pass.
 
-Whoever reads one waits for it. Once the load has failed, each read raises its exception: so no pass ends whose weights
-were not all loaded, checked and found right.
+Whoever reads one waits for it, and gets the exception of a failed load: no pass ends whose weights were not all loaded.
 """
 
 import threading

@@ -1,12 +1,9 @@
 """Processes of several GPUs: their start, their messages and their end.
 
-Rank 0 is the worker's process (`Leader`); it starts the others (`Follower`), one for each further GPU, and they serve
-its commands. Orders and answers go through a socket to each, their tensors through memory that the two share
-(`SharedTensors`). Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs). `zinfer.engine.team`
-says what the ranks compute.
-
-A follower ends with its leader, whatever ends that (`zinfer.system.ending`). The leader, which may wait for a lost
-follower in the middle of a gather, ends as the follower did. So the parent sees one worker end.
+Rank 0 is the worker's process (`Leader`); it starts a `Follower` for each further GPU, which serves its commands. These
+go through a socket, their tensors through `SharedTensors`; parts of layers go from GPU to GPU (`torch.distributed`).
+A follower ends with its leader (`zinfer.system.ending`). The leader, which may wait for a lost follower in the middle
+of a gather, ends as that did: the parent sees one worker end.
 """
 
 import io

@@ -1,12 +1,9 @@
 """State of a model: every parameter and persistent buffer, accounted for.
 
-A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
-state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
-change the text. What the model computes itself (masks, tables of positions) is left out; other parts, such as the head
-of a reward model, are left out with a line. Entries have the types of `transformers`: the model's dtype, or float32.
-
-Tensors pass through `transformers`' own conversion, one decoder layer at a time. While one layer is used, many threads
-read the next; the peak of host memory is two layers.
+A load is refused, before any weight is read, unless checkpoint and model agree: every entry is stored exactly once
+(tied entries under any of their names), and no stored tensor is left over that would change the text. What the model
+computes itself (masks, tables of positions) is left out; other parts, such as a reward model's head, with a line.
+Tensors pass through `transformers`' conversion, a decoder layer at a time, while threads read the next.
 """
 
 import inspect
@@ -29,14 +26,8 @@ import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import core_model_loading as conversion
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
@@ -47,18 +38,10 @@ from zinfer.checkpoint.headers import HEAD, TABLE, Checkpoint, CheckpointError, 
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import ModelSpec, text_config
 from zinfer.core.progress import Progress, note, silent
+from zinfer.engine import read as reads
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize
 from zinfer.engine.quantization.loading import CodedMatrix, coded_entries, random_entry, rounded_entry
-from zinfer.engine.read import (
-    DTYPES,
-    Group,
-    Visit,
-    check_finite,
-    empty_tensor,
-    first_not_finite,
-    not_finite,
-    read_groups,
-)
+from zinfer.engine.read import Group, Visit
 
 logging.disable_progress_bar()
 
@@ -245,7 +228,7 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
-    pattern, group_to_glob, _ = build_glob_alternation(list(plan))
+    pattern, group_to_glob, _ = conversion.build_glob_alternation(list(plan))
     # Tied tensors stay tied. Replaced tensors are kept until the end: a new tensor must not get the id of an old one.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -274,7 +257,7 @@ class _Stored:
             found = quantized_tensors.quantized_weights(checkpoint.tensors, checkpoint.config, spec.dtype)
             self._quantized, left_out = found
         self._checkpoint = checkpoint
-        self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
+        self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(reads.check_finite, checkpoint)])]
         # Tensors as an unquantised checkpoint names them.
         self._tensors = quantized_tensors.without_codes(checkpoint.tensors, self._quantized, left_out)
         self._around = _around(checkpoint.config, state.model)
@@ -302,7 +285,7 @@ class _Stored:
         """Tell whether a weight may hold numbers that are infinite as `dtype`."""
         if name in self._quantized:  # products of codes and scales
             return True
-        stored = DTYPES[self._tensors[name].dtype]
+        stored = reads.DTYPES[self._tensors[name].dtype]
         return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
@@ -310,17 +293,17 @@ class _Stored:
         model = self._state.model
         wanted = {name: entry for entry in self._state.entries.values() for name in entry.names}
         meta = {name: entry.tensor for name, entry in wanted.items()}
-        renamings = [rule for rule in self._mapping if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in self._mapping if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in self._mapping if isinstance(rule, conversion.WeightRenaming)]
+        converters = [rule for rule in self._mapping if isinstance(rule, conversion.WeightConverter)]
         sources: dict[str, list[str]] = defaultdict(list)
         patterns = dict[str, str]()  # stored name -> pattern of the conversion that takes it
         whole: dict[str, str] = {}  # target name -> stored name, of tensors that need no conversion
         unknown: dict[str, str] = {}  # target name that transformers gives -> stored name
         for name, info in self._tensors.items():
             prefix = model.base_model_prefix
-            target, converter = rename_source_key(name, renamings, converters, prefix, meta)
+            target, converter = conversion.rename_source_key(name, renamings, converters, prefix, meta)
             if target not in meta and name in meta:
-                target, converter = rename_source_key(name, [], [], prefix, meta)
+                target, converter = conversion.rename_source_key(name, [], [], prefix, meta)
             if target not in meta:
                 unknown[target] = name
                 continue
@@ -425,7 +408,7 @@ class _Stored:
         """Check the checkpoint: convert it without its data. Raises CheckpointError."""
         missing = set(self._state.entries)
         for _, group in self._groups:
-            content = self._dequantized(group, lambda name: empty_tensor(name, self._checkpoint.tensors[name]))
+            content = self._dequantized(group, lambda name: reads.empty_tensor(name, self._checkpoint.tensors[name]))
             missing -= {name for name, _ in self._converted(content, torch.device("meta"))}
         keys = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set[str]())
         self._state.model._adjust_missing_and_unexpected_keys(keys)
@@ -456,7 +439,7 @@ class _Stored:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
         parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
-        with closing(read_groups(self._checkpoint, parts, self._visits)) as contents:
+        with closing(reads.read_groups(self._checkpoint, parts, self._visits)) as contents:
             for group, tensors in zip(groups, contents, strict=True):
                 yielded = set[str]()
                 for target, order in self.in_rows.items() if stored else ():
@@ -468,8 +451,8 @@ class _Stored:
                         yield entry.name, codes
                 content = self._dequantized([name for name in group if name not in yielded], tensors.__getitem__)
                 for name, tensor in self._converted(content, torch.device("cpu")):
-                    if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
-                        raise not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
+                    if name in self._narrowed and (number := reads.first_not_finite(tensor)) is not None:
+                        raise reads.not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
                     yield name, tensor
 
     def _parts(self, name: str) -> tuple[str, ...]:
@@ -505,13 +488,13 @@ class _Stored:
         settings = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping
         )
-        parameters = inspect.signature(convert_and_load_state_dict_in_model).parameters
+        parameters = inspect.signature(conversion.convert_and_load_state_dict_in_model).parameters
         # transformers < 5.5 has a tensor-parallel plan as a required argument.
         extra = {"tp_plan": None} if "tp_plan" in parameters else {}
         places = [(entry.name, *place) for entry in self._state.entries.values() for place in entry.places]
         before = [_table(module, leaf)[leaf] for _, module, leaf in places]
         try:
-            info = convert_and_load_state_dict_in_model(model, content, load_config=settings, **extra)[0]
+            info = conversion.convert_and_load_state_dict_in_model(model, content, load_config=settings, **extra)[0]
         finally:
             made: dict[str, Tensor] = {}
             for (name, module, leaf), original in zip(places, before, strict=True):
@@ -528,7 +511,7 @@ class _Stored:
 
 
 def _row_order(
-    stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[WeightConverter]
+    stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[conversion.WeightConverter]
 ) -> tuple[str, ...] | None:
     """Return the tensors of an entry in the order of its rows. None if it is not made of rows."""
     names = list(stored)
@@ -549,7 +532,7 @@ def _row_order(
     return tuple(matrices[key] for key in every) if sorted(matrices) == every and len(names) % parts == 0 else None
 
 
-def _around(config: Mapping[str, Any], text: PreTrainedModel) -> list[WeightRenaming]:
+def _around(config: Mapping[str, Any], text: PreTrainedModel) -> list[conversion.WeightRenaming]:
     """Return renamings of tensors of a multimodal model to its part `text`. `config` names the model, if any."""
     parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
     wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
@@ -566,8 +549,10 @@ def _around(config: Mapping[str, Any], text: PreTrainedModel) -> list[WeightRena
             paths = [path for path, module in model.named_modules() if path and type(module) is kind]
             if len(paths) == 1:
                 # First the whole model's names of the text model's tensors, then the names that the text model gives.
-                rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-                return [*rules, WeightRenaming(f"^{re.escape(paths[0])}\\.", parts[kind])]
+                rules = [
+                    rule for rule in get_model_conversion_mapping(model) if isinstance(rule, conversion.WeightRenaming)
+                ]
+                return [*rules, conversion.WeightRenaming(f"^{re.escape(paths[0])}\\.", parts[kind])]
     return []
 
 
@@ -583,7 +568,7 @@ def _check_kind(directory: str | None, name: str, info: TensorInfo, target: str,
         floating = dtype.is_floating_point
         return floating, floating and dtype.itemsize == 1, dtype == torch.bool, dtype.is_complex
 
-    if info.dtype not in DTYPES or kind(DTYPES[info.dtype]) != kind(tensor.dtype):
+    if info.dtype not in reads.DTYPES or kind(reads.DTYPES[info.dtype]) != kind(tensor.dtype):
         raise CheckpointError(
             f"{directory} stores {name} as {info.dtype}, and the model's {target} is {str(tensor.dtype)[6:]}: codes "
             "of quantised weights have scales beside them, and a quantization_config in config.json"

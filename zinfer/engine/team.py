@@ -1,9 +1,8 @@
 """Several GPUs of a host as one engine, each with its rows.
 
 A rank is a whole engine with its own micro-batches; its weights come in parts over all links. `Team`, the engine that
-the worker sees, divides the rows between the ranks, and has all of them do one thing at a time (`Member`): so every
-rank takes part in every pass, also one without rows. The plan counts the whole batch. An engine that can do so has a
-subclass of both.
+the worker sees, divides the rows between the ranks (`Member`); all do one thing at a time, so that every rank takes
+part in every pass, also one without rows. The plan counts the whole batch.
 """
 
 import gc

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
 """Zero-copy transfer of small tensors to the GPU, past streaming weights.
 
-Copies to the GPU run one after the other, and the prefetch ring always has a layer's worth of them queued: another copy
-would arrive after the next layer's weights, and the GPU would idle until then. A kernel that reads page-locked memory
-does not queue: it takes only the time of its own bytes.
+Copies to the GPU queue, and the prefetch ring always has a layer's worth of them queued: another copy would arrive
+after the next layer's weights. A kernel that reads page-locked memory takes only the time of its own bytes.
 """
 
 from collections import deque

@@ -1,19 +1,15 @@
 """DeepSpeed's ZeRO-Inference: ZeRO stage 3, weights in pinned memory or files.
 
-Before a module runs, the host waits for the stream of all fetches, prefetches included, and then issues the next
-bucket: the link idles meanwhile, so few large fetches beat many small ones. The tuned settings, all of them public ones
-of DeepSpeed, do this for decode:
+Before a module runs, the host waits for all fetches, prefetches included, and then issues the next bucket: the link
+idles meanwhile, so few large fetches beat many small ones. The tuned settings, public ones of DeepSpeed, do this:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
 * the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
   example's `stage3_max_live_parameters` is less than one matrix: hardly anything is prefetched);
-* vectors (norms, biases) persist on the device;
-* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice.
+* vectors persist on the device; embeddings and head are not offloaded, or they would cross the link every step.
 
-With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours: torch's allocator, which it asks
-otherwise, rounds each weight up to a power of two. On several GPUs each rank has its part of every weight, and a fetch
-is a copy of that part and an all-gather; the leader loads the weights, and `zero.Init` broadcasts each before it is
-divided.
+With offload `cpu`, page-locked memory comes from our arena: torch's allocator rounds each weight up to a power of two.
+On several GPUs a fetch is a copy of the rank's part and an all-gather; `zero.Init` broadcasts what the leader loads.
 
 Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py` (NoGatherHandle).
 """
@@ -35,17 +31,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
-from zinfer.engine.deepspeed.world import (
-    GROUP,
-    Partition,
-    check_async_io,
-    check_dequantizer,
-    check_dtype,
-    modules_under_way,
-    prepare,
-    quantise,
-    quantised_linear,
-)
+from zinfer.engine.deepspeed import world
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import Plan
@@ -78,7 +64,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         self._pinned_before = pinned_bytes()
         for undo in (empty_pinned_cache, gc.collect):
             self._opened.callback(undo)
-        prepare(self.device, self._opened, self.progress, self._group)
+        world.prepare(self.device, self._opened, self.progress, self._group)
         with redirect_stdout(sys.stderr):
             self._initialize()
 
@@ -90,7 +76,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         import deepspeed
 
         case = self.plan.case
-        check_dtype(self.plan.model.dtype)
+        world.check_dtype(self.plan.model.dtype)
         if self._group is not None and self.plan.model.num_experts > 1 and not self.options.tuned:
             raise EngineError(
                 f"tuned=false does not go with gpus={self._group.size} for {self.plan.model.name}: DeepSpeed fetches "
@@ -104,7 +90,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
             if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options.tuned)
         }
         if case.offload == "nvme":
-            check_async_io()
+            world.check_async_io()
             self._folder = offload_folder(self.plan.nvme_path)
             self._opened.callback(self._folder.cleanup)
         config = self._config(layers)
@@ -115,18 +101,21 @@ class DeepSpeed(Decoder[DecoderBatch]):
             self._opened.callback(self._arena.close)
         self._opened.callback(self._free_weights)
         self._opened.callback(self._unlist)
-        partition = {True: Partition(config, self._arena), False: Partition(config | {"zero_optimization": zero})}
+        partition = {
+            True: world.Partition(config, self._arena),
+            False: world.Partition(config | {"zero_optimization": zero}),
+        }
         bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
         if bits is not None:
-            check_dequantizer(self.plan.model.dtype, self.device)
+            world.check_dequantizer(self.plan.model.dtype, self.device)
         self._inspect()
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._stored(state):
             if state.entries[name].is_parameter:
                 tensors[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
                 if name in quantised:
-                    quantise(self._parameters[name], bits or 16)
+                    world.quantise(self._parameters[name], bits or 16)
                 partition[name in self._offloaded](self._parameters[name])
             else:
                 tensors[name] = tensor.to(self.device, copy=True)
@@ -135,7 +124,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         for name, tensor in tensors.items():
             state.entries[name].put(tensor)
         for module in quantised.values():
-            module.forward = MethodType(quantised_linear, module)  # type: ignore[method-assign]
+            module.forward = MethodType(world.quantised_linear, module)  # type: ignore[method-assign]
         self._count_fetches()
         if self.options.tuned:
             deepspeed.utils.set_z3_leaf_modules(self.model, list({type(layer) for layer in layers}))
@@ -175,10 +164,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
         """Return the linear modules of the layers by name. Raises EngineError if they do not divide into groups."""
         names = {id(module): name for name, module in self.model.named_modules()}
         linears = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
-        inputs = {name: module.in_features for name, module in linears.items() if module.in_features % GROUP}
+        inputs = {name: module.in_features for name, module in linears.items() if module.in_features % world.GROUP}
         if inputs or not linears:
             what = "no linear modules" if not linears else "{} has {} inputs".format(*next(iter(inputs.items())))
-            raise EngineError(f"DeepSpeed quantises linear modules in groups of {GROUP}: {what}")
+            raise EngineError(f"DeepSpeed quantises linear modules in groups of {world.GROUP}: {what}")
         return linears
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
@@ -256,7 +245,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         self.calls += 1
-        depth = len(modules_under_way())
+        depth = len(world.modules_under_way())
         try:
             return super()._call(batch, **inputs)
         except BaseException:
@@ -267,7 +256,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         """Release what an interrupted pass, begun at `depth` modules, left fetched."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        del modules_under_way()[depth:]
+        del world.modules_under_way()[depth:]
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.model.ds_inflight_param_registry.clear()
@@ -317,7 +306,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
 
     def _unlist(self) -> None:
         """Take the model off DeepSpeed's list of running modules."""
-        stack, model = modules_under_way(), getattr(self, "model", None)
+        stack, model = world.modules_under_way(), getattr(self, "model", None)
         stack[:] = [module for module in stack if module is not model]
 
 

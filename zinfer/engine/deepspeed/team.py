@@ -1,8 +1,7 @@
 """DeepSpeed on several GPUs of a host.
 
-ZeRO divides every weight between the ranks, which all-gather it for each of their forward passes. So all ranks must run
-the same number of them: one that has fewer rows, or none, runs idle passes besides. And all must run them to the end: a
-pass that fails in one rank, which is out of memory say, ends all processes.
+All ranks gather each weight in each forward pass, so all must run as many: one with fewer rows runs idle passes
+besides. A pass that fails in one rank ends all processes.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Dequantisation: a quantised weight as `Codes`, and its values.
-
-Values equal those of each format's own library to the bit.
-"""
+"""Dequantisation: a quantised weight as `Codes`, and its values, equal to each format's own library to the bit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,9 +1,7 @@
-"""Keeper of a server: runs a command, and ends it with all that it started.
+"""Keeper of a server: ``python -m zinfer.engine.server.keeper COMMAND ..`` ends it with all that it started.
 
-    python -m zinfer.engine.server.keeper COMMAND ..
-
-It waits for the end of its standard input, that is of the process that started it, however that ended, or for the end
-of the command. Processes that leave the command's group or session become its own children, so none is missed.
+It waits for the end of its standard input, that is of the process that started it, however that ended, or of the
+command. Processes that leave the command's group or session become its own children, so none is missed.
 """
 
 import ctypes

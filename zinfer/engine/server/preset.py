@@ -1,7 +1,4 @@
-"""Presets: how a server is started and asked, as data (``engines/<name>.toml``).
-
-A preset's name is the name of an engine. It needs no torch.
-"""
+"""Presets: how a server is started and asked, as data (``engines/<name>.toml``). Their names are engines."""
 
 import shlex
 import shutil

@@ -1,9 +1,8 @@
 """Engine `tensorrt`: runs a plan of `zinfer pack`; the library streams.
 
-The plan has the decoder layers. What surrounds them stays on the GPU, outside of the plan, and torch computes it: a
-token takes one row of the embedding table, which no pass has to stream. The library keeps as many bytes of the layers
-on the GPU as its budget allows and copies the rest in every pass. Offload `none` sets the budget to all weights; `cpu`
-(weights in host memory) sets it to ``--gpu-weights``, or to the library's own choice.
+The plan has the decoder layers; torch computes what surrounds them, on the GPU. The library keeps as many bytes of the
+layers there as its budget allows and copies the rest in every pass: all for offload `none`, ``--gpu-weights`` or the
+library's own choice for `cpu`.
 """
 
 import mmap

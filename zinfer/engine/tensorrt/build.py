@@ -1,9 +1,7 @@
 """Build of a plan file from a model's weights.
 
-The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
-operand. The peak of host memory is therefore two copies of the weights, both the library's, and before TensorRT 10.8 a
-third one, the plan: zinfer passes views of a mapped scratch file next to the plan, filled one tensor at a time, which
-the system may drop from memory.
+The library holds up to two copies of the weights while it builds, and before TensorRT 10.8 a third one, the plan. Ours
+is a mapped scratch file next to the plan, which the system may drop from memory.
 """
 
 import mmap

@@ -1,8 +1,7 @@
 """Libraries with one Python API: TensorRT and TensorRT-RTX.
 
-TensorRT (`tensorrt`, 10.6 or later) builds a plan for the GPU of the machine. TensorRT-RTX (`tensorrt_rtx`) builds
-without a GPU, for every GPU that it supports, and leaves the last stage of compilation to the machine that runs the
-plan.
+TensorRT (`tensorrt`, 10.6 or later) builds a plan for the GPU of the machine, TensorRT-RTX (`tensorrt_rtx`) for every
+GPU that it supports, without one; the machine that runs it does the last stage of compilation.
 """
 
 import os

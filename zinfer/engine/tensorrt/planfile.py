@@ -1,8 +1,7 @@
 """Plan files: storage of built engines, checked before use.
 
-A plan is as large as the model and valid for one model, one set of shapes, one library version and one kind of GPU.
-These are its key: the file's name ends in the key's digest, and the JSON file next to it holds the whole key. The JSON
-is written last, so a plan without it is not finished.
+A plan is valid for one model, one set of shapes, one library version and one kind of GPU: its key, whose digest ends
+the file's name. The JSON file next to it holds the whole key and is written last: without it a plan is not finished.
 """
 
 import hashlib

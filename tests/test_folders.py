@@ -204,16 +204,11 @@ def changed_config(folder: Path, **fields: object) -> None:
     path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
 
 
-def only(folder: Path, *kept: str) -> None:
-    for path in folder.iterdir():
-        if path.name not in kept:
-            path.unlink()
-
-
 def adapter(folder: Path) -> None:
-    only(folder, "tokenizer.json")
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
-    save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+    for path in folder.iterdir():
+        if path.name != "tokenizer.json":
+            path.unlink()
+    adapter_beside_a_model(folder)
 
 
 def adapter_beside_a_model(folder: Path) -> None:

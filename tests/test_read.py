@@ -15,11 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import PATIENCE_S, Checkpoints, Patch
-from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.engine import pinned, read
 from zinfer.engine.read import Group, read_groups
-from zinfer.engine.state import ModelState
 
 Readers = Callable[[], list[str]]
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
@@ -107,15 +105,6 @@ def test_who_stops_early_leaves_no_thread(readers: Readers, opened: Checkpoint, 
     source.close()
     assert readers() == []
     assert len(count) < 100, "reads that nobody waits for are given up"
-
-
-def test_weights_that_are_not_taken_to_the_end_leave_no_thread(readers: Readers, checkpoint: Checkpoints) -> None:
-    spec = resolve.from_directory(checkpoint("llama"))
-    source = ModelState(spec, "safetensors").load(torch.device("cpu"))
-    assert next(source)
-    assert readers() != []
-    source.close()
-    assert readers() == []
 
 
 def test_a_file_that_shrinks_meanwhile_is_named(readers: Readers, opened: Checkpoint) -> None:

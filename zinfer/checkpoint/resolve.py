@@ -162,25 +162,18 @@ def from_directory(path: Path) -> ModelSpec:
     dtype = _supported(name, dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype)))
     is_gguf = bool(checkpoint.architecture)
     spec = _measured(name, config, directory=str(checkpoint.sources[0]) if is_gguf else name, dtype=dtype)
-    present = {_layer(tensor) for tensor in weights} - {None}
-    missing = [layer for layer in range(spec.num_layers) if present and layer not in present]
-    if missing:
+    present, every = {_layer(tensor) for tensor in weights} - {None}, range(spec.num_layers)
+    if missing := [layer for layer in every if present and layer not in present]:
         raise ModelError(f"{name}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     if stored == checkpoint.tensors:
         return spec
-    inside = {
-        tensor: info
-        for tensor, info in checkpoint.tensors.items()
-        if _layer(tensor) in range(spec.num_layers) and not is_ignored_tensor(tensor)
-    }
+    inside = {t: i for t, i in checkpoint.tensors.items() if _layer(t) in every and not is_ignored_tensor(t)}
     fp8 = sum(info.nbytes for tensor, info in inside.items() if tensor in stored and info.dtype == quantization.FP8)
-    held = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in inside.values())
-    form = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values())
-    ratio = min(1.0, held / spec.streamed_bytes)
-    routed = [info for name, info in inside.items() if ".experts." in name or "_exps." in name]
-    experts = sum(info.nbytes * gguf.HELD.get(info.dtype, 1) for info in routed)
+    sizes = {tensor: info.nbytes * gguf.HELD.get(info.dtype, 1) for tensor, info in inside.items()}
+    form, held = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values()), sum(sizes.values())
+    experts = sum(size for tensor, size in sizes.items() if ".experts." in tensor or "_exps." in tensor)
     fields = {
-        "stored_ratio": ratio,
+        "stored_ratio": min(1.0, held / spec.streamed_bytes),
         "fp8_ratio": fp8 / spec.streamed_bytes,
         "form_ratio": max(1.0, form / held),
         "routed_ratio": min(1.0, experts / spec.routed_bytes) if experts and spec.routed_bytes else None,

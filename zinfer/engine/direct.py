@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zinfer.checkpoint.headers import CheckpointError
@@ -106,30 +106,26 @@ class DirectWriter(_Opened):
 
     def __init__(self, path: Path) -> None:
         self._path, self._end = path, 0
-        try:
+        with self._told():
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise _unwritten(path, error) from None
+            free = f"takes no more weights ({error.strerror}): free space there, or name another --nvme-path"
+            raise CheckpointError(f"{self._path.parent} {free}") from None
 
     def write(self, content: memoryview) -> None:
-        while content:
-            try:
+        with self._told():
+            while content:
                 count = os.pwrite(self._file, content[:REQUEST], self._end)
-            except OSError as error:
-                raise _unwritten(self._path, error) from None
-            self._end, content = self._end + count, content[count:]
+                self._end, content = self._end + count, content[count:]
 
     def flush(self) -> None:
         """Write all bytes to the drive; drop them from the page cache."""
-        try:
+        with self._told():
             os.fdatasync(self._file)
-        except OSError as error:
-            raise _unwritten(self._path, error) from None
         with suppress(OSError):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _unwritten(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path.parent} takes no more weights ({error.strerror}): free space there, or name another --nvme-path"
-    )

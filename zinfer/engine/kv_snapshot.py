@@ -3,7 +3,8 @@
 Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -55,9 +56,9 @@ class KVSnapshot:
         return self._arena is not None and self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
-        """Return the first `length` positions, in the same memory."""
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__, length=length)
+        """Return the first `length` positions, or all, in the same memory."""
+        part = copy(self)
+        part.length = min(length, self.length)
         return part
 
     def on_device(self, name: str, device: torch.device) -> Tensor:
@@ -81,7 +82,10 @@ class RowsPast:
 
     def __init__(self, rows: Sequence[Sequence[KVSnapshot]], pads: Sequence[int], length: int) -> None:
         self.length = length
-        self.rows = [(list(_cut_to(parts, length - pad)), pad) for parts, pad in zip(rows, pads, strict=True)]
+        self.rows = [
+            ([part.head(length - pad - part.first) for part in parts if part.first < length - pad], pad)
+            for parts, pad in zip(rows, pads, strict=True)
+        ]
         # Heads, width and type of keys and values, as in any snapshot: all of some rows may be padding.
         states = next((part.states for parts, _ in self.rows for part in parts), {})
         self.kinds = {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
@@ -101,12 +105,3 @@ class RowsPast:
                         states[row, :, begin : begin + part.length] = part.on_device(name, device)[0]
                 both.append(states)
             layer.update(*both)
-
-
-def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:
-    """Yield the first `length` positions of snapshots that follow each other."""
-    for part in parts:
-        if part.first + part.length <= length:
-            yield part
-        elif part.first < length:
-            yield part.head(length - part.first)

@@ -266,31 +266,23 @@ class DeepSpeed(Decoder[DecoderBatch]):
         self._engine.empty_partition_cache()
 
     def effective(self) -> Effective:
-        gpu = host = nvme = 0
-        arena = self._arena
-        in_arena = arena.size if arena is not None and arena.pinned else 0
+        sizes = {"gpu": 0, "host": 0, "nvme": 0}
         for name, parameter in self._parameters.items():
-            size = _bytes(parameter)
-            away = name in self._offloaded and parameter.ds_tensor.device.type == "cpu"
-            if away and parameter.ds_tensor.final_location is not None:
-                nvme += size
-            elif away:
-                host += size
-            if parameter.ds_persist:
-                gpu += size
-            elif not away:
-                gpu += int(parameter.ds_tensor.ds_numel) * int(parameter.element_size())
+            size, own = _bytes(parameter), parameter.ds_tensor
+            away = name in self._offloaded and own.device.type == "cpu"
+            if away:
+                sizes["host" if own.final_location is None else "nvme"] += size
+            if parameter.ds_persist or not away:
+                sizes["gpu"] += size if parameter.ds_persist else int(own.ds_numel) * int(parameter.element_size())
+        in_arena = self._arena.size if self._arena is not None and self._arena.pinned else 0
+        more = {"leaf_layers": self.options.tuned, "attention": self.model.config._attn_implementation}
         return Effective(
-            gpu_weight_bytes=gpu,
-            host_weight_bytes=host,
-            nvme_weight_bytes=nvme,
+            gpu_weight_bytes=sizes["gpu"],
+            host_weight_bytes=sizes["host"],
+            nvme_weight_bytes=sizes["nvme"],
             streamed_bytes_per_step=self._streamed_per_step,
             pinned_bytes=pinned_bytes() - self._pinned_before + in_arena,
-            settings={
-                **self._settings,
-                "leaf_layers": self.options.tuned,
-                "attention": self.model.config._attn_implementation,
-            },
+            settings=self._settings | more,
         )
 
     def _free_weights(self) -> None:

@@ -5,7 +5,6 @@ import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -136,24 +135,19 @@ class Preset(Frozen):
 
 def presets() -> dict[str, Path]:
     """Return the files of presets by name: the current directory's, else ours."""
-    files = documents.catalogue(FOLDER)
-    return {name: path for name, path in files.items() if _is_preset(_read(path))}
+    return {name: path for name, path in documents.catalogue(FOLDER).items() if "command" in _read(path)}
 
 
 def read(name: str) -> Preset | None:
     """Return the preset of an engine, or None. Raises PresetError for a faulty one."""
     path = documents.catalogue(FOLDER).get(name)
     fields = {} if path is None else _read(path)
-    if not _is_preset(fields):
+    if "command" not in fields:
         return None
     try:
         return Preset.model_validate(fields)
     except ValidationError as error:
         raise PresetError(f"{path}: {first_fault(error)}") from None
-
-
-def _is_preset(fields: Mapping[str, Any]) -> bool:
-    return "command" in fields
 
 
 def _read(path: Path) -> dict[str, Any]:

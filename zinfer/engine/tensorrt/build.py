@@ -6,6 +6,7 @@ is a mapped scratch file next to the plan, which the system may drop from memory
 
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -76,12 +77,13 @@ def build(
     Cancelled. No plan is left behind after an error."""
     if spec.dtype == "float32" and spec.streamed_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
-    if host_bytes is not None and peak_host_bytes(library, spec) > host_bytes:
-        needed = gb(peak_host_bytes(library, spec))
-        raise EngineError(
-            f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
-        )
-    planfile.check_space(path.parent, 2 * spec.streamed_bytes + CODE_BYTES)
+    if host_bytes is not None and (peak := peak_host_bytes(library, spec)) > host_bytes:
+        has = f"takes {gb(peak)} of host memory; this machine has {gb(host_bytes)}"
+        raise EngineError(f"building a plan of {spec.name} {has}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(path.parent).free) < (needed := 2 * spec.streamed_bytes + CODE_BYTES):
+        has = f"{path.parent} has {gb(free)} free and the plan needs {gb(needed)}"
+        raise EngineError(f"{has}: name another disk with -o")
     started = time.monotonic()
     trt, messages = library.module, Messages(library.module)
     builder = trt.Builder(messages.logger)

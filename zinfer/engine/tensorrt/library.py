@@ -49,14 +49,14 @@ class Library:
                 "TensorRT builds a plan on the GPU that will run it, and this machine has none; "
                 "TensorRT-RTX builds without a GPU: pip install 'zinfer[tensorrt-rtx]'"
             )
-        return capability_text(torch.cuda.get_device_capability())
+        return "{}.{}".format(*torch.cuda.get_device_capability())
 
     def why_not(self, capability: tuple[int, int]) -> str | None:
         """Return why the library does not run on a GPU, if so."""
         if self.name == "tensorrt-rtx" and capability not in RTX_CAPABILITIES and capability < RTX_FROM:
             return (
                 f"TensorRT-RTX {self.version} runs on compute capability {RTX_TARGET}, and this GPU has "
-                f"{capability_text(capability)}; TensorRT supports it: pip install 'zinfer[tensorrt]'"
+                f"{capability[0]}.{capability[1]}; TensorRT supports it: pip install 'zinfer[tensorrt]'"
             )
         return None
 
@@ -70,10 +70,6 @@ class Library:
         if self.name == "tensorrt-rtx" or found & {RESOURCE, wanted}:
             return None
         return f"TensorRT {self.version} lacks {wanted}.so and builds no plan for this GPU: see docs/engines.md"
-
-
-def capability_text(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def find_library() -> Library:

@@ -5,7 +5,6 @@ the file's name. The JSON file next to it holds the whole key and is written las
 """
 
 import hashlib
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from pydantic import ValidationError
 
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import Dtype
-from zinfer.core.units import gb
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.library import Name
@@ -139,11 +137,3 @@ def build_command(wanted: PlanKey) -> str:
     command = f"zinfer pack --engine tensorrt --model {wanted.model} --dtype {wanted.dtype}"
     command += f" --load-format {wanted.load_format}{layers}"
     return f"{command} --max-batch-size {wanted.max_batch_size} --max-seq-len {wanted.max_seq_len}"
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise EngineError unless the disk of `folder` has `needed` bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EngineError(f"{folder} has {gb(free)} free and the plan needs {gb(needed)}: name another disk with -o")

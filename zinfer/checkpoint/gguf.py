@@ -241,15 +241,11 @@ def _scaling(
 
 def _is_llama3(rotation: list[float], theta: float, width: int) -> bool:
     """Tell whether factors are those of Llama 3 for 8,192 positions."""
-    factor = max(rotation)
-    if len(rotation) != width // 2:
-        return False
-    for number, given in enumerate(rotation):
-        turns = 8192 / (2 * math.pi * theta ** (2 * number / width))
-        smooth = min(1.0, max(0.0, (turns - 1) / 3))
-        if not math.isclose(given, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-3):
-            return False
-    return True
+    turns = [8192 / (2 * math.pi * theta ** (2 * number / width)) for number in range(width // 2)]
+    smooth = [min(1.0, max(0.0, (turn - 1) / 3)) for turn in turns]
+    wanted = [1 / ((1 - share) / max(rotation) + share) for share in smooth]
+    alike = (math.isclose(given, factor, rel_tol=1e-3) for given, factor in zip(rotation, wanted, strict=False))
+    return len(rotation) == len(wanted) and all(alike)
 
 
 def _dtype(tensors: Mapping[str, Place]) -> str:

@@ -145,21 +145,9 @@ class Channel:
         self._incoming.close()
 
 
-@dataclass(frozen=True)
-class Start:
-    """First message to a follower."""
-
-    rank: int
-    size: int
-    member: Callable[..., Any]  # class of the rank's end, which loads the engine
-    plan: Plan
-    store: str  # file through which the ranks find each other
-    weights: int  # descriptor of the shared arena
-    threads: int  # of the CPU
-
-
 class Group(ABC):
-    """A rank's view of all ranks: what they do at once."""
+    """A rank's view of all ranks: what they do at once. They find each other through the file `store`; `weights` is the
+    descriptor of the arena that they share."""
 
     def __init__(self, rank: int, size: int, store: str, weights: int) -> None:
         self.rank, self.size, self.weights = rank, size, weights
@@ -235,8 +223,8 @@ def _losses() -> Iterator[None]:
 class Follower(Group):
     """A rank other than 0, in its own process."""
 
-    def __init__(self, start: Start, channel: Channel) -> None:
-        super().__init__(start.rank, start.size, start.store, start.weights)
+    def __init__(self, channel: Channel, rank: int, size: int, store: str, weights: int) -> None:
+        super().__init__(rank, size, store, weights)
         self._channel = channel
 
     def share(self, value: Any) -> Any:
@@ -299,7 +287,7 @@ class Leader(Group):
         self._processes.append(process)
         theirs.close()
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-        channel.send(Start(rank, self.size, member, plan, self._store, self.weights, threads))
+        channel.send((member, plan, threads, (rank, self.size, self._store, self.weights)))  # see `follow`
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """End this process as a follower ended, unless the team closes."""

@@ -19,7 +19,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
+from zinfer.engine.ranks import Channel, Follower, Group, Leader
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 from zinfer.system.host import peak_bytes, shared_bytes
@@ -118,12 +118,11 @@ def follow(descriptor: int, orders: int, answers: int) -> None:
     """Entry point of a follower: load, then serve the leader's commands."""
     channel = Channel(descriptor, answers, orders)
     with suppress(EOFError):
-        start = channel.receive()
-        assert isinstance(start, Start)
-        group = Follower(start, channel)
+        member_class, plan, threads, place = channel.receive()
+        group = Follower(channel, *place)
         try:
-            torch.set_num_threads(start.threads)
-            member = start.member(start.plan, silent, group)
+            torch.set_num_threads(threads)
+            member = member_class(plan, silent, group)
         except EOFError:
             return
         except BaseException as error:

@@ -30,10 +30,8 @@ class DeepSpeedMember(Member[DeepSpeed]):
     def load(self, plan: Plan, progress: Progress) -> DeepSpeed:
         try:
             return DeepSpeed(plan, progress, self.group)
-        except (EngineError, EOFError):  # alike in all ranks; the end of the leader
-            raise
-        except BaseException:
-            if self.group.rank == 0:  # the others end with it
+        except BaseException as error:  # an EngineError is alike in all ranks; those end with their leader
+            if self.group.rank == 0 or isinstance(error, EngineError | EOFError):
                 raise
             with self.group.undivided():
                 raise

@@ -7,6 +7,7 @@ Requests are those of OpenAI's ``/v1/completions``, streamed. Tokens are counted
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from zinfer.engine import EngineError
@@ -35,8 +36,7 @@ def complete(address: Address, request: bytes, timeout_s: float) -> tuple[float,
     Lines are not parsed before all is over: a client that parses would slow its own clock. Raises EngineError for an
     answer that is an error, OSError and HTTPException for a connection that breaks.
     """
-    connection = address.connection(timeout_s)
-    try:
+    with closing(address.connection(timeout_s)) as connection:
         asked = time.monotonic()
         connection.request("POST", PATH, request, headers())
         answer = connection.getresponse()
@@ -50,8 +50,6 @@ def complete(address: Address, request: bytes, timeout_s: float) -> tuple[float,
         if not events or (events[-1][1] != DONE and b'"error"' not in events[-1][1]):
             raise ConnectionError(f"an answer was broken off after {len(events)} events")
         return asked, events
-    finally:
-        connection.close()
 
 
 def token_times(events: Sequence[Event], input_len: int, output_len: int) -> list[float]:

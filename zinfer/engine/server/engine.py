@@ -24,6 +24,8 @@ _NO_PASSES = "a server runs its own passes: `zinfer sweep` measures it, run, bat
 class Server(Engine[MicroBatch]):
     """Server of a preset, restarted where a workload needs other arguments."""
 
+    options: ServerOptions
+
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
         case, server = plan.case, read(plan.case.engine)
@@ -31,9 +33,7 @@ class Server(Engine[MicroBatch]):
             raise EngineError(f"no preset of {case.engine}")
         if (why_not := server.why_not(case)) is not None:
             raise EngineError(why_not)
-        assert isinstance(self.options, ServerOptions)
         self.preset: Preset = server
-        self.settings: ServerOptions = self.options
         self.command: tuple[str, ...] = ()
         self.version = server.ask_version()
         self._server: ServerProcess | None = None
@@ -49,8 +49,8 @@ class Server(Engine[MicroBatch]):
 
     def prepare(self, workload: Workload) -> None:
         """Have a ready server for `workload`. Raises EngineError, ServerDied."""
-        if self.settings.url:
-            self.address = Address.of(self.settings.url)
+        if self.options.url:
+            self.address = Address.of(self.options.url)
         else:
             if self._port is None:
                 self._port = Port()
@@ -67,7 +67,7 @@ class Server(Engine[MicroBatch]):
             self._server = ServerProcess(words, self.preset.env)
             self._memory.watch(self._server.pid)
         try:
-            wait_ready(self.address, self.preset.ready, self.settings.ready_s, self._server, self.progress)
+            wait_ready(self.address, self.preset.ready, self.options.ready_s, self._server, self.progress)
             self.model = self._ask_model()
         except BaseException:  # the next point starts it anew
             self._end()
@@ -86,7 +86,7 @@ class Server(Engine[MicroBatch]):
         return self._server.died("closed a connection" if self._server.alive else "ended")
 
     def described(self) -> dict[str, Any]:
-        command = shlex.join(self.command) if self.command else self.settings.url
+        command = shlex.join(self.command) if self.command else self.options.url
         return {"command": f"{command} # {self.version}" if self.version else command}
 
     def admit(self, attention_mask: Tensor, capacity: int, past: RowsPast | None = None) -> MicroBatch:
@@ -106,11 +106,11 @@ class Server(Engine[MicroBatch]):
         self._memory.reset()
 
     def device_memory(self) -> tuple[int, int] | None:
-        return None if self.settings.url else self._memory.gpu
+        return None if self.options.url else self._memory.gpu
 
     def host_memory(self) -> Any:
         """Return the peak of the server's memory, in bytes. None for one that another started."""
-        return None if self.settings.url else self._memory.host_peak
+        return None if self.options.url else self._memory.host_peak
 
     def close(self) -> None:
         self._end()

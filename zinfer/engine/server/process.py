@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -53,13 +53,10 @@ class Address(NamedTuple):
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, bytes]:
         """Return status and body of a GET. Raises OSError and HTTPException."""
-        connection = self.connection(timeout_s)
-        try:
+        with closing(self.connection(timeout_s)) as connection:
             connection.request("GET", path, headers=headers())
             answer = connection.getresponse()
             return answer.status, answer.read()
-        finally:
-            connection.close()
 
 
 def headers() -> dict[str, str]:

@@ -33,7 +33,7 @@ class Accelerate(Decoder[DecoderBatch]):
     options: AccelerateOptions
     _arena: PinnedArena | None = None
     _folder: Scratch | None = None
-    _offloaded: "_Weights | None" = None
+    _offloaded: "_Weights"
     _streamed_per_step = 0
     _stay: int | None = None  # layers that stay on the device; None without offload
 
@@ -67,16 +67,17 @@ class Accelerate(Decoder[DecoderBatch]):
                 resident[name] = tensor.to(self.device, copy=True)
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
+        if self._folder is not None:
+            save_offload_index(index, self._folder.path)
+        shared = {
+            name: module.get_parameter(leaf)
+            for entry in parameters.values() if entry.layer is None and streamed
+            for name, (module, leaf) in zip(entry.names, entry.places, strict=True)
+            if name.startswith(f"{state.stack}.")
+        }  # fmt: skip
+        files = str(self._folder.path) if index and self._folder is not None else None
+        self._offloaded = _Weights(host, files, shared)
         if streamed:
-            if self._folder is not None:
-                save_offload_index(index, self._folder.path)
-            shared = {
-                name: module.get_parameter(leaf)
-                for entry in parameters.values() if entry.layer is None
-                for name, (module, leaf) in zip(entry.names, entry.places, strict=True)
-                if name.startswith(f"{state.stack}.")
-            }  # fmt: skip
-            self._offloaded = _Weights(host, None if self._folder is None else str(self._folder.path), shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
         self._ready()
 
@@ -88,38 +89,31 @@ class Accelerate(Decoder[DecoderBatch]):
             offload=dict(layers),
             weights_map=self._offloaded,
             skip_keys=list(self.model._skip_keys_device_placement or CACHE_NAMES),
-            preload_module_classes=sorted(
-                {type(part).__name__ for part in self.model.modules() if _reads_children(part)}
-            ),
+            preload_module_classes=sorted({type(p).__name__ for p in self.model.modules() if _reads_children(p)}),
         )
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        before, step = self._offloaded.bytes_read if self._offloaded is not None else 0, is_step(works)
+        before, step = self._offloaded.bytes_read, is_step(works)
         logits = super().forward(works)
-        if self._offloaded is not None and step:
+        if step:
             self._streamed_per_step = self._offloaded.bytes_read - before
         return logits
 
     def effective(self) -> Effective:
-        parameters = dict(self.model.named_parameters())
-        kept = {id(parameter): parameter for parameter in parameters.values() if not parameter.is_meta}
-        if self._offloaded is not None:  # hooks take the weights that layers share away, too
-            kept |= {id(parameter): parameter for parameter in self._offloaded.shared.values()}
-            parameters = {name: value for name, value in parameters.items() if name not in self._offloaded.shared}
+        # Hooks take the weights that layers share away, too.
+        parameters = dict(self.model.named_parameters()) | self._offloaded.shared
         away = {name: parameter.nbytes for name, parameter in parameters.items() if parameter.is_meta}
-        on_disk = {name for name in away if self._offloaded is not None and name in self._offloaded.index}
+        kept = {id(parameter): parameter.nbytes for name, parameter in parameters.items() if name not in away}
+        on_disk = sum(size for name, size in away.items() if name in self._offloaded.index)
         pinned = self._arena is not None and self._arena.pinned
+        settings = {"pin_memory": pinned, "attention": self.model.config._attn_implementation}
         return Effective(
-            gpu_weight_bytes=sum(parameter.nbytes for parameter in kept.values()),
-            host_weight_bytes=sum(size for name, size in away.items() if name not in on_disk),
-            nvme_weight_bytes=sum(away[name] for name in on_disk),
+            gpu_weight_bytes=sum(kept.values()),
+            host_weight_bytes=sum(away.values()) - on_disk,
+            nvme_weight_bytes=on_disk,
             streamed_bytes_per_step=self._streamed_per_step,
             pinned_bytes=self._arena.size if self._arena is not None and pinned else 0,
-            settings={
-                "pin_memory": pinned,
-                "attention": self.model.config._attn_implementation,
-                **({} if self._stay is None else {"resident_layers": self._stay}),
-            },
+            settings=settings | ({} if self._stay is None else {"resident_layers": self._stay}),
         )
 
 
@@ -137,7 +131,7 @@ def _reads_children(module: nn.Module) -> bool:
 class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]
     """Accelerate's map of offloaded weights, which counts bytes; `shared` ones stay."""
 
-    def __init__(self, host: dict[str, Tensor], folder: str | None, shared: Mapping[str, Tensor]) -> None:
+    def __init__(self, host: dict[str, Tensor], folder: str | None, shared: dict[str, nn.Parameter]) -> None:
         super().__init__(state_dict=host, save_folder=folder)
         self.bytes_read, self.shared = 0, shared
 

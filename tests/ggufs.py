@@ -128,12 +128,10 @@ def write(
     name: str, path: Path, kind: Any, split: int = 0, tokens: str = "", more: dict[str, Any] | None = None,
     down: Any = None,
 ) -> Any:  # fmt: skip
-    """Write a GGUF; return the model whose weights are those that it stands for.
-
-    Matrices of layers are of type `kind` where their rows are whole blocks, the last ones of experts of type `down` if
-    one is given. With `split`, tensors are spread over files
-    of as many. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``; `more` are other fields of the metadata.
-    """
+    """Write a GGUF; return the model whose weights are those that it stands for. Matrices of layers are of type `kind`
+    where their rows are whole blocks, the last ones of experts of type `down` if one is given. With `split`, tensors
+    are spread over files of as many. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``; `more` are other
+    fields of the metadata."""
     arch, model_type, fields = MODELS[name]
     model = model_of(name)
     config, width = BASE | fields, gguf.GGML_QUANT_SIZES[kind][0]

@@ -97,10 +97,8 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """Call functions of `zinfer.checkpoint.hub` in a fresh process. Returns each result as text.
-
-    The hub library reads its settings once, when it is imported.
-    """
+    """Call functions of `zinfer.checkpoint.hub` in a fresh process. Returns each result as text. The hub library reads
+    its settings once, when it is imported."""
     code = """
 import json, sys
 from zinfer.checkpoint import hub, resolve

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests import Checkpoints, Patch
 from tests.checkpoints import save_config
+from tests.test_folders import stored
 from tests.test_parity import BATCHES, COMPARED, check_tokens, greedy, load, reference
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import empty_model
@@ -105,10 +106,6 @@ GLM: dict[str, object] = {
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a mixture with a persistent buffer in 5 of 6 layers. Its values differ between layers."""
     return save_config(tmp_path_factory.mktemp("glm"), "glm4_moe", **GLM)
-
-
-def stored(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for shard in directory.glob("*.safetensors") for name, tensor in load_file(shard).items()}
 
 
 def store(directory: Path, tensors: dict[str, Tensor]) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor], device: torc
         return _eight_bits(weight, codes, scales.to(inner), None, inner)
     if weight.format in ("nvfp4", "mxfp4", "modelopt nvfp4"):
         if weight.format == "mxfp4":
-            _check_exponents(weight, scales)
+            _check_exponents(weight.name, scales)
         divisor = float(parts["global"]) if weight.format == "nvfp4" else 1.0
         factor = float(parts["global"]) if weight.format == "modelopt nvfp4" else 1.0
         kind = "e8m0" if weight.format == "mxfp4" else "e4m3"
@@ -213,9 +213,9 @@ def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor], device: torc
     return _column_codes(weight, codes, scales, parts, inner)
 
 
-def _check_exponents(weight: QuantizedWeight, scales: Tensor) -> None:
+def _check_exponents(name: str, scales: Tensor) -> None:
     if bool((scales.view(torch.uint8) == 255).any()):
-        raise CheckpointError(f"{weight.name}: a scale is no number: the weights are damaged")
+        raise CheckpointError(f"{name}: a scale is no number: the weights are damaged")
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
@@ -244,7 +244,7 @@ def _eight_bits(
     rows, columns = weight.shape[-2:]
     powers, block = scales.dtype in (torch.uint8, torch.float8_e8m0fnu), weight.block
     if powers:
-        _check_exponents(weight, scales)
+        _check_exponents(weight.name, scales)
         scales = scales.view(torch.uint8)
     if len(weight.shape) > 2 and scales.numel() > 1 and rows % block[0]:  # the last block of each matrix is cut
         scales, block = scales.repeat_interleave(block[0], dim=-2)[..., :rows, :], (1, block[1])
@@ -278,7 +278,7 @@ def _int_codes(
 def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner: torch.dtype) -> Codes:
     """Return experts in MXFP4 (``[experts, out, in / 32, 16]``), transposed."""
     experts, inside, out = weight.shape
-    _check_exponents(weight, scales)
+    _check_exponents(weight.name, scales)
     numbers = torch.empty(experts, inside, -(-out // 2), dtype=torch.uint8, device=codes.device)
     stored = pad(codes.view(torch.uint8).reshape(experts, out, inside // 2), (0, 0, 0, out % 2))
     for transposed, expert in zip(numbers, stored, strict=True):
@@ -310,8 +310,7 @@ def block_codes(kind: str, blocks: Tensor, name: str = "") -> Codes:
     columns, block = rows.shape[1] * size, (1, size)
     if kind == "MXFP4":
         scales = rows[..., 0].contiguous()
-        if bool((scales == 255).any()):
-            raise CheckpointError(f"{name}: a scale is no number: the weights are damaged")
+        _check_exponents(name, scales)
         return Codes(_halves(rows[..., 1:]).flatten(1), columns, 4, "e2m1", scales, block, torch.float32, "e8m0")
     if kind in ("Q4_0", "Q8_0", "Q4_1"):
         scales, numbers = _half(rows[..., :2]), rows[..., 2 + 2 * (kind == "Q4_1") :]
@@ -334,8 +333,10 @@ def _super_codes(kind: str, rows: Tensor, columns: int) -> Codes:
         scales = torch.cat([one & 63, third & 15 | one >> 6 << 4], -1)
         zeros = torch.cat([other & 63, third >> 4 | other >> 6 << 4], -1).flatten(1)
     numbers = _halves(low).flatten(1)
-    if bits > 4:
-        numbers = torch.cat([numbers, _packed_bits(_shifted(high, bits - 4), bits - 4)], -1)
+    if (more := bits - 4) > 0:  # split into values of 1 or 2 bits, first the low ones of all, and pack these
+        shifts = torch.arange(0, 8, more, dtype=torch.uint8, device=high.device)
+        values = (high >> shifts[:, None] & (1 << more) - 1).flatten(1).unflatten(1, (-1, len(shifts)))
+        numbers = torch.cat([numbers, (values << shifts).sum(-1, dtype=torch.uint8)], -1)
     supers = _half(factors).unflatten(-1, (-1, 1 if zeros is None else 2))
     return Codes(numbers, columns, bits, "middle6" if kind == "Q6_K" else f"whole{bits}", scales.flatten(1), (1, width),
                  torch.float32, table_name, zeros, supers=supers)  # fmt: skip
@@ -344,18 +345,6 @@ def _super_codes(kind: str, rows: Tensor, columns: int) -> Codes:
 def _half(part: Tensor) -> Tensor:
     """Return bytes as float16, ``[rows, numbers]``."""
     return part.contiguous().view(torch.float16).flatten(1)
-
-
-def _shifted(part: Tensor, bits: int) -> Tensor:
-    """Split bytes ``[rows, .., 1, n]`` into values of `bits`: first the low ones of all n."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (part >> shifts & (1 << bits) - 1).flatten(1)
-
-
-def _packed_bits(values: Tensor, bits: int) -> Tensor:
-    """Pack values of 1 or 2 bits, the first one low."""
-    each = 8 // bits
-    return reduce(torch.bitwise_or, (values[:, number::each] << number * bits for number in range(each)))
 
 
 def _halves(codes: Tensor) -> Tensor:

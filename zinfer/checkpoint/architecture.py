@@ -295,9 +295,7 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         config = text
     elif isinstance(text, PreTrainedConfig) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return transformers.AutoModelForImageTextToText.from_config(
-            config, dtype=getattr(torch, dtype), trust_remote_code=False
-        )
+        make = transformers.AutoModelForImageTextToText
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"a {config.model_type!r} model is no decoder-only language model")
     model: PreTrainedModel = make.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)

@@ -200,7 +200,12 @@ class TensorFinder:
         scale = f"{weight}_scale"
         scales = self._part("scales", scale, FLOATS, name)
         stored = self._part("shape", f"{weight}_shape", {"I64", "I32"}, name)
-        shape = _integers(stored) if self.shape is None else self.shape
+        shape = self.shape
+        if shape is None:
+            with stored.file.open("rb") as stream:
+                stream.seek(stored.start)
+                content = stream.read(min(64, stored.nbytes))
+            shape = tuple(memoryview(content).cast("q" if stored.dtype == "I64" else "i"))
         rows, words = info.shape
         fits = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= 32 * words
         bits = next((bits for bits in (4, 8) if fits and ceil(shape[1] * bits / 32) == words), 0)
@@ -267,33 +272,16 @@ def quantized_weights(
     return weights, activations
 
 
-def unquantized(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
-) -> dict[str, TensorInfo]:
-    """Return the tensors of a checkpoint as if it was not quantised; bytes are those of the codes."""
-    return without_codes(tensors, *quantized_weights(tensors, config, dtype))
-
-
 def without_codes(
     tensors: Mapping[str, TensorInfo], weights: Mapping[str, QuantizedWeight], left_out: Collection[str] = ()
 ) -> dict[str, TensorInfo]:
-    """Return tensors, with `weights` in place of their parts."""
+    """Return tensors, with `weights` in place of their parts; bytes are those of the codes."""
     parts = {name for weight in weights.values() for name in weight.parts.values()}
     gone = {*left_out} | parts | {f"{name}_shape" for name in weights}
     result = {name: info for name, info in tensors.items() if name not in gone}
     for name, weight in weights.items():
         result[name] = tensors[weight.parts["codes"]]._replace(dtype=weight.dtype, shape=weight.shape)
     return result
-
-
-def _integers(info: TensorInfo) -> tuple[int, ...]:
-    """Return the few whole numbers that a tensor holds."""
-    size = 8 if info.dtype == "I64" else 4
-    with info.file.open("rb") as stream:
-        stream.seek(info.start)
-        content = stream.read(min(64, info.end - info.start))
-    numbers = (content[at : at + size] for at in range(0, len(content), size))
-    return tuple(int.from_bytes(number, "little", signed=True) for number in numbers)
 
 
 class Quantization:

@@ -150,7 +150,8 @@ def from_directory(path: Path) -> ModelSpec:
     try:
         checkpoint = Checkpoint.open(path, bare=True)
         config = checkpoint.config
-        stored = quantized_tensors.unquantized(checkpoint.tensors, config, dtype_of(config))
+        quantized = quantized_tensors.quantized_weights(checkpoint.tensors, config, dtype_of(config))
+        stored = quantized_tensors.without_codes(checkpoint.tensors, *quantized)
     except CheckpointError as error:
         raise error.converted(ModelError) from None
     except ModelError as error:
@@ -206,7 +207,10 @@ def _measured(name: str, config: Mapping[str, Any], **others: Any) -> ModelSpec:
             "version for transformers"
         )
     _require_torch(name)
-    file = _measured_file(config)
+    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + version("transformers").encode())
+    for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):
+        made_of.update((files(f"zinfer.{room}") / module).read_bytes())
+    file = cache_folder() / f"shape-{made_of.hexdigest()[:24]}.json"
     try:
         shape = Shape.model_validate_json(read_bytes(file))
     except (OSError, ValueError):
@@ -254,11 +258,3 @@ def _supported(name: str, dtype: str) -> Dtype:
     if dtype not in get_args(Dtype):
         raise ModelError(f"{name}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
     return cast(Dtype, dtype)
-
-
-def _measured_file(config: Mapping[str, Any]) -> Path:
-    """Return the cache file of the measured shape of `config`."""
-    made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + version("transformers").encode())
-    for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):
-        made_of.update((files(f"zinfer.{room}") / module).read_bytes())
-    return cache_folder() / f"shape-{made_of.hexdigest()[:24]}.json"

@@ -7,7 +7,7 @@ decoder layers or shared by them stay on the device, and with `--gpu-weights` th
 
 import dis
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -78,19 +78,16 @@ class Accelerate(Decoder[DecoderBatch]):
         files = str(self._folder.path) if index and self._folder is not None else None
         self._offloaded = _Weights(host, files, shared)
         if streamed:
-            self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
+            layers = {f"{state.stack}.{number}": number in away for number in range(len(state.layers))}
+            attach_align_device_hook_on_blocks(
+                self.model,
+                execution_device=dict.fromkeys(["", *layers], self.device),
+                offload=layers,
+                weights_map=self._offloaded,
+                skip_keys=list(self.model._skip_keys_device_placement or CACHE_NAMES),
+                preload_module_classes=sorted({type(p).__name__ for p in self.model.modules() if _reads_children(p)}),
+            )
         self._ready()
-
-    def _attach(self, layers: Mapping[str, bool]) -> None:
-        """Set Accelerate's own hooks on `layers`; True is offloaded."""
-        attach_align_device_hook_on_blocks(
-            self.model,
-            execution_device=dict.fromkeys(["", *layers], self.device),
-            offload=dict(layers),
-            weights_map=self._offloaded,
-            skip_keys=list(self.model._skip_keys_device_placement or CACHE_NAMES),
-            preload_module_classes=sorted({type(p).__name__ for p in self.model.modules() if _reads_children(p)}),
-        )
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         before, step = self._offloaded.bytes_read, is_step(works)

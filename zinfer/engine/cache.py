@@ -580,20 +580,15 @@ def make_cache(
     attentions = ((index, layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer))
     windows: dict[int, int | None] = {index: getattr(layer, "sliding_window", None) for index, layer in attentions}
     rooms = [WindowIndex(capacity, windows[index]).room if index in windows else 0 for index in range(count)]
-    chunks = ChunkAllocator(rooms)
-
-    def keys_and_values(index: int) -> FixedLayer:
-        allocate = partial(chunks.allocate, index)
-        kind = QuantizedLayer if storage == "int8" else FixedLayer
-        return kind(rows, capacity, windows[index], allocate)
-
-    def make_layer(index: int, layer: Any) -> Any:
-        if isinstance(layer, _DUMMY):
-            return layer
-        attention = keys_and_values(index) if index in windows else None
-        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
-
-    return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])
+    chunks, kind = ChunkAllocator(rooms), QuantizedLayer if storage == "int8" else FixedLayer
+    layers: list[Any] = [*default.layers]
+    for index, layer in enumerate(default.layers):
+        attention = None
+        if index in windows:
+            attention = kind(rows, capacity, windows[index], partial(chunks.allocate, index))
+        if not isinstance(layer, _DUMMY):
+            layers[index] = _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
+    return RowCache(layers=layers)
 
 
 def other_layers(cache: Cache) -> set[type]:

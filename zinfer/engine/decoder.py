@@ -373,9 +373,12 @@ class Decoder(Engine[D]):
         rows = slice(0, batch.batch_size)
         return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
 
+    def _at_once(self, rows: int, count: int) -> int:
+        return self.plan.placement.prefill_rows(rows, count)
+
     def _split(self, rows: slice, count: int) -> list[slice]:
         """Split `rows` so that activations stay within bounds."""
-        at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
+        at_once = self._at_once(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part[D]]) -> list[Tensor]:

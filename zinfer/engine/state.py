@@ -438,7 +438,8 @@ class _Stored:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
-        parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
+        quantized = {name: tuple(weight.parts.values()) for name, weight in self._quantized.items()}
+        parts = [tuple(part for name in group for part in quantized.get(name, (name,))) for group in groups]
         with closing(reads.read_groups(self._checkpoint, parts, self._visits)) as contents:
             for group, tensors in zip(groups, contents, strict=True):
                 yielded = set[str]()
@@ -454,10 +455,6 @@ class _Stored:
                     if name in self._narrowed and (number := reads.first_not_finite(tensor)) is not None:
                         raise reads.not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
                     yield name, tensor
-
-    def _parts(self, name: str) -> tuple[str, ...]:
-        weight = self._quantized.get(name)
-        return (name,) if weight is None else tuple(weight.parts.values())
 
     def _codes(
         self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device

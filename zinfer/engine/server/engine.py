@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -49,13 +48,14 @@ class Server(Engine[MicroBatch]):
 
     def prepare(self, workload: Workload) -> None:
         """Have a ready server for `workload`. Raises EngineError, ServerDied."""
+        case = self.plan.case
         if self.options.url:
             self.address = Address.of(self.options.url)
         else:
             if self._port is None:
                 self._port = Port()
             try:
-                words = self.preset.command_line(self.plan.case, self.plan.model, workload, self._port.number)
+                words = self.preset.command_line(case, self.plan.model, workload, self._port.number)
             except PresetError as error:
                 raise error.converted(EngineError) from None
             if self._server is not None and self._server.alive and tuple(words) == self.command:
@@ -63,21 +63,19 @@ class Server(Engine[MicroBatch]):
             self._end()
             self.command, self.address = tuple(words), Address("127.0.0.1", self._port.number)
             if not self.preset.installed:
-                raise EngineError(f"{self.preset.program} is not installed: {self.plan.case.engine} needs it")
+                raise EngineError(f"{self.preset.program} is not installed: {case.engine} needs it")
             self._server = ServerProcess(words, self.preset.env)
             self._memory.watch(self._server.pid)
         try:
             wait_ready(self.address, self.preset.ready, self.options.ready_s, self._server, self.progress)
-            self.model = self._ask_model()
+            status, body = self.address.get("/v1/models")
+            try:
+                self.model = str(json.loads(body)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise EngineError(f"{case.engine} names no model: /v1/models has status {status}") from None
         except BaseException:  # the next point starts it anew
             self._end()
             raise
-
-    def _ask_model(self) -> str:
-        status, body = self.address.get("/v1/models")
-        with suppress(ValueError, LookupError, TypeError):
-            return str(json.loads(body)["data"][0]["id"])
-        raise EngineError(f"{self.plan.case.engine} names no model: /v1/models has status {status}")
 
     def broken(self, error: Exception) -> Exception:
         """Return the error of a broken connection: the server's death, if it died."""

@@ -111,11 +111,16 @@ class TensorRT(Decoder[DecoderBatch]):
 
     def _load(self) -> None:
         self._library = find_library()
-        self.file = self._find_plan()
-        state = ModelState(self.plan.model, self.plan.case.load_format, allow_nan=self.plan.case.allow_nan)
+        case, load = self.plan.case, self.plan.case.workload
+        shape = case.layers, load.batch_size, load.total_len
+        key = plan_key(self._library, case.model, self.plan.model, case.load_format, *shape)
+        self.file = file = planfile.find(key, self.options.plan)
+        if file.allow_nan and not case.allow_nan:
+            raise EngineError(f"{file.path} was built with --allow-nan: add it here, or build the plan again without")
+        state = ModelState(self.plan.model, case.load_format, allow_nan=case.allow_nan)
         self.model = state.model
         self.model.config._attn_implementation = "eager"  # its masks are numbers to add
-        self.progress(f"loading {self.file.path.name}", 0.0)
+        self.progress(f"loading {file.path.name}", 0.0)
         self._executor = self._make_executor()
         self._opened.callback(self._executor.close)
         loaded = state.load(self.device, self.progress, layers=False)
@@ -134,15 +139,6 @@ class TensorRT(Decoder[DecoderBatch]):
         library, capability = find_library(), torch.cuda.get_device_capability()
         return library.why_not(capability) or library.why_no_build(capability)
 
-    def _find_plan(self) -> planfile.PlanFile:
-        case, load = self.plan.case, self.plan.case.workload
-        shape = case.layers, load.batch_size, load.total_len
-        key = plan_key(self._library, case.model, self.plan.model, case.load_format, *shape)
-        file = planfile.find(key, self.options.plan)
-        if file.allow_nan and not case.allow_nan:
-            raise EngineError(f"{file.path} was built with --allow-nan: add it here, or build the plan again without")
-        return file
-
     def _make_executor(self) -> Executor:
         if self.device.type != "cuda":
             raise EngineError(f"engine tensorrt needs a GPU to run {self.file.path}, and this machine has none")
@@ -159,9 +155,8 @@ class TensorRT(Decoder[DecoderBatch]):
                 raise EngineError(f"{name} {asked} is more than the {built} of {self.file.path.name}. Build: {command}")
         return super()._make_batch(mask, capacity, moved)
 
-    def _split(self, rows: slice, count: int) -> list[slice]:
-        at_once = self.file.prefill_rows
-        return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
+    def _at_once(self, _rows: int, _count: int) -> int:
+        return self.file.prefill_rows
 
     def _layer(
         self,

@@ -76,12 +76,7 @@ class PinnedArena:
     """
 
     def __init__(
-        self,
-        size: int,
-        pin: bool,
-        progress: Progress = silent,
-        grow: bool = False,
-        shared: int | None = None,
+        self, size: int, pin: bool, progress: Progress = silent, grow: bool = False, shared: int | None = None
     ) -> None:
         self.size = size
         self.used = 0

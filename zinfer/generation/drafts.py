@@ -125,10 +125,8 @@ class Drafts:
         self.seconds += seconds
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
             self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
-        gains, threshold = (
-            self._gains({key: len(drafts) for key, drafts in proposed.items()}),
-            tuning.DRAFTS.worth * len(rows),
-        )
+        gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
+        threshold = tuning.DRAFTS.worth * len(rows)
         count = max((index for index, gain in enumerate(gains, 1) if gain >= threshold), default=1)
         return {key: drafts[:count] for key, drafts in proposed.items()}
 

@@ -7,9 +7,8 @@ sampler. `ContinuousScheduler` carries out the passes that `zinfer.generation.sc
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -482,7 +481,7 @@ class ContinuousScheduler:
             keep = count if whole or batch.running else 1
             asked.append(Work(_micro_batch(batch), self._token_ids(batch, count, drafts), keep))
         outputs = self.engine.forward(asked)
-        masks_of = masks.on(self.engine.device)
+        masks_of = masks()
         chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
         tokens, finite = list[Tensor](), list[Tensor]()
         for (batch, count), whole, logits in zip(works, scored, outputs, strict=True):
@@ -506,8 +505,11 @@ class ContinuousScheduler:
             touched += self._accept(sequences, ids_of, finite_of, drafts, token_scores)
         return touched
 
-    def _begin_masks(self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]) -> "_Masks":
-        """Begin to compute the masks of a pass, beside it."""
+    def _begin_masks(
+        self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]
+    ) -> Callable[[], dict[int, Tensor]]:
+        """Begin to compute the masks of a pass, beside it. Returns what waits for those of each row, by key: int32
+        ``[n, W]`` on the device."""
         chooses = self._grammars.used
         choosing = [batch for batch, count in works if chooses and batch.length + count >= batch.width]
         rows = [row for batch in choosing for row in batch.living if row.sampling.grammar]
@@ -515,7 +517,15 @@ class ContinuousScheduler:
         bits = torch.full((sum(counts), -(-self.engine.plan.model.vocab_size // 32)), -1, dtype=torch.int32)
         parts = zip(rows, bits.split(counts), strict=True)
         asked = [(_grammar(row), [*part], drafts.get(row.key, ())) for row, part in parts]
-        return _Masks(dict(zip((row.key for row in rows), counts, strict=True)), bits, self._grammars.begin(asked))
+        filling = self._grammars.begin(asked)
+
+        def masks() -> dict[int, Tensor]:
+            for future in filling:
+                future.result()
+            whole = to_device(bits, self.engine.device).split(counts) if rows else ()
+            return {row.key: part for row, part in zip(rows, whole, strict=True)}
+
+        return masks
 
     def _accept(
         self,
@@ -560,21 +570,6 @@ class ContinuousScheduler:
                 row.prompt_scores += scores(part, row.prompt_ids[done + 1 : last + 1], row.logprobs or 0)
 
 
-class _Masks(NamedTuple):
-    """Masks of a pass, int32 ``[n, W]``: how many each row has, by key, and the threads that fill them."""
-
-    counts: dict[int, int]
-    bits: Tensor
-    filling: list[Future[None]]
-
-    def on(self, device: torch.device) -> dict[int, Tensor]:
-        """Wait for the masks; return those of each row on `device`, by key."""
-        for future in self.filling:
-            future.result()
-        parts = to_device(self.bits, device).split([*self.counts.values()]) if self.counts else ()
-        return dict(zip(self.counts, parts, strict=True))
-
-
 def _grammar(row: Sequence) -> Grammar:
     assert row.edits is not None
     assert row.edits.grammar is not None
@@ -595,10 +590,7 @@ def _micro_batch(batch: PlannedBatch) -> MicroBatch:
 
 
 def _choose(
-    sequences: Several[Sequence | None],
-    logits: Tensor,
-    drafts: Mapping[int, list[int]],
-    masks: Mapping[int, Tensor],
+    sequences: Several[Sequence | None], logits: Tensor, drafts: Mapping[int, list[int]], masks: Mapping[int, Tensor]
 ) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
     """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts; `masks` are by key. Returns the tokens
     ``[B * n]``, whether their logits are numbers, and the scores that are asked for, by row and position."""

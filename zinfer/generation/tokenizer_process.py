@@ -112,10 +112,9 @@ class TokenizerProcess(Closing):
     def encode_alone(self, prompt: Prompt, special: bool = True) -> list[int] | Refusal:
         """Return the token ids of one prompt, or why it has none. It may take the time that its length permits."""
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
-        why = (
-            f"reading the {'prompt' if is_text(prompt) else 'conversation'} takes more than {seconds:.0f} s of CPU time"
-        )
-        return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", f"{why}, or too much memory")
+        what = "prompt" if is_text(prompt) else "conversation"
+        why = f"reading the {what} takes more than {seconds:.0f} s of CPU time, or too much memory"
+        return self._encode(prompt, special, seconds) or Refusal("invalid_prompt", why)
 
     def close(self) -> None:
         """End the process; calls under way get no answer. Safe to call twice."""
@@ -176,8 +175,15 @@ class TokenizerProcess(Closing):
             self._start()
         if self._loading:
             self._loading, self._failed = False, True
-            self._facts = self._loaded()
-            self._failed = False
+            answer = _received(self._control, LOAD_WALL_S)
+            if not answer:
+                self._end()
+                limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
+                name = self._load["directory"] or self._name
+                raise ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
+            if "why" in answer:
+                raise ModelError(answer["why"])
+            self._facts, self._failed = Facts(**answer), False
 
     def _start(self) -> None:
         self._loading, self._failed = True, False
@@ -190,17 +196,6 @@ class TokenizerProcess(Closing):
         self._end = weakref.finalize(self, _end, self._process, self._control, at_end(self._process.kill))
         with suppress(OSError):
             self._control.send_bytes(json.dumps(self._load).encode())
-
-    def _loaded(self) -> Facts:
-        answer = _received(self._control, LOAD_WALL_S)
-        if not answer:
-            self._end()
-            limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
-            name = self._load["directory"] or self._name
-            raise ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
-        if "why" in answer:
-            raise ModelError(answer["why"])
-        return Facts(**answer)
 
 
 def _end(process: "subprocess.Popen[bytes]", control: Connection, unregister: Callable[[], None]) -> None:

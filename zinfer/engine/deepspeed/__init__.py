@@ -76,7 +76,8 @@ class DeepSpeed(Decoder[DecoderBatch]):
         import deepspeed
 
         case = self.plan.case
-        world.check_dtype(self.plan.model.dtype)
+        bits = {"int4": 4, "int8": 8}.get(case.weights)
+        world.check(self.plan.model.dtype, case.offload, bits, self.device)
         if self._group is not None and self.plan.model.num_experts > 1 and not self.options.tuned:
             raise EngineError(
                 f"tuned=false does not go with gpus={self._group.size} for {self.plan.model.name}: DeepSpeed fetches "
@@ -90,7 +91,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
             if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options.tuned)
         }
         if case.offload == "nvme":
-            world.check_async_io()
             self._folder = offload_folder(self.plan.nvme_path)
             self._opened.callback(self._folder.cleanup)
         config = self._config(layers)
@@ -105,10 +105,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
             True: world.Partition(config, self._arena),
             False: world.Partition(config | {"zero_optimization": zero}),
         }
-        bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
-        if bits is not None:
-            world.check_dequantizer(self.plan.model.dtype, self.device)
         self._inspect()
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._stored(state):

@@ -113,39 +113,27 @@ class Partition:
         return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def check_async_io() -> None:
-    """Raise EngineError unless DeepSpeed's file I/O can be built here."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise EngineError("engine deepspeed needs libaio and a C++ compiler for --offload nvme: apt install libaio-dev")
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine. The types that
-    a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins."""
+def check(dtype: str, offload: str, bits: int | None, device: torch.device) -> None:
+    """Raise EngineError unless DeepSpeed can run this here. Which of float16, bfloat16 and float32 a CPU computes in
+    depends on its model; `offload` nvme, and float16 weights of 4 or 8 `bits` on a GPU, need compiled extensions."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder, QuantizerBuilder
 
     accelerator = get_accelerator()
     supported = [str(kind).removeprefix("torch.") for kind in accelerator.supported_dtypes()]
     if dtype not in supported:
         name = accelerator.device_name()
         raise EngineError(f"DeepSpeed does not compute in {dtype} on this {name}; --dtype {' or '.join(supported)}")
-
-
-GROUP = 64  # weights that share a scale and a minimum, as in DeepSpeed's example
-
-
-def check_dequantizer(dtype: str, device: torch.device) -> None:
-    """Raise EngineError if weights of `dtype` cannot be dequantised on `device`."""
-    if dtype != "float16" or device.type != "cuda":
-        return
-    from deepspeed.ops.op_builder import QuantizerBuilder
-
-    if not QuantizerBuilder().is_compatible(verbose=False):
+    if offload == "nvme" and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise EngineError("engine deepspeed needs libaio and a C++ compiler for --offload nvme: apt install libaio-dev")
+    compiled = bits is not None and dtype == "float16" and device.type == "cuda"
+    if compiled and not QuantizerBuilder().is_compatible(verbose=False):
         raise EngineError(
             "DeepSpeed dequantises float16 by an extension that nvcc compiles, and there is none: --dtype bfloat16"
         )
+
+
+GROUP = 64  # weights that share a scale and a minimum, as in DeepSpeed's example
 
 
 def quantise(parameter: nn.Parameter, bits: int) -> None:

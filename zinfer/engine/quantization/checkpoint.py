@@ -48,28 +48,13 @@ class Written(NamedTuple):
     kept: tuple[str, ...]
 
 
-class _Choice(NamedTuple):
-    """Stored tensors to quantise. `size` columns share a scale in all of them (int4), `ignored` are the linear modules
-    of the model that are not quantised, and `kept` the stored matrices of its layers that are not."""
-
-    scheme: Scheme
-    names: frozenset[str]
-    size: int | None
-    ignored: tuple[str, ...]
-    kept: tuple[str, ...]
-
-    def parts(self, name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors that the stored tensor `name` becomes, by name."""
-        if name not in self.names:
-            return {name: tensor}
-        base = name.removesuffix("weight")
-        return {f"{base}{leaf}": part for leaf, part in quantize(tensor.to(dtype), self.scheme, self.size).items()}
-
-
-def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice:
-    """Return the choice of stored tensors to quantise. These are weights of linear modules in the decoder layers, and
-    matrices of experts; none of routers, and none that layers share. Raises EngineError, in one line, for a model whose
-    layers have none, and for experts in one stored tensor."""
+def choose(
+    state: ModelState, checkpoint: Checkpoint, scheme: Scheme
+) -> tuple[frozenset[str], int, list[str], tuple[str, ...]]:
+    """Choose the stored tensors to quantise. These are weights of linear modules in the decoder layers, and matrices of
+    experts; none of routers, and none that layers share. Returns their names, how many columns share a scale in all of
+    them (int4), and the linear modules and the layers' stored matrices that are not quantised. Raises EngineError, in
+    one line, for a model whose layers have none, and for experts in one stored tensor."""
     spec, wanted = state.spec, getattr(torch, state.spec.dtype)
     entries = {name: entry for entry in state.entries.values() for name in entry.names}
     names, sizes, modules, kept = list[str](), set[int](), set[str](), list[str]()
@@ -101,7 +86,7 @@ def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice
         name for name, module in state.model.named_modules() if isinstance(module, nn.Linear) and name not in modules
     ]
     # One size for all: transformers dequantises the experts of a model, and the rest, by the first group alone.
-    return _Choice(scheme, frozenset(names), min(sizes) if scheme == "int4" else None, tuple(ignored), tuple(kept))
+    return frozenset(names), min(sizes), ignored, tuple(kept)
 
 
 def write(
@@ -122,8 +107,15 @@ def write(
     if "text_config" in checkpoint.config:
         raise EngineError(f"{spec.name} is a multimodal checkpoint: zinfer quantises those of text models")
     state, dtype = ModelState(spec, "safetensors"), getattr(torch, spec.dtype)
-    choice = choose(state, checkpoint, scheme)
-    parts = {name: choice.parts(name, empty_tensor(name, info), dtype) for name, info in checkpoint.tensors.items()}
+    chosen, size, ignored, kept = choose(state, checkpoint, scheme)
+
+    def parts_of(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name not in chosen:
+            return {name: tensor}
+        stored = quantize(tensor.to(dtype), scheme, size if scheme == "int4" else None)
+        return {f"{name.removesuffix('weight')}{leaf}": part for leaf, part in stored.items()}
+
+    parts = {name: parts_of(name, empty_tensor(name, info)) for name, info in checkpoint.tensors.items()}
     sizes = {name: sum(part.nbytes for part in several.values()) for name, several in parts.items()}
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_BYTES
@@ -146,11 +138,11 @@ def write(
         for number, (name, content) in enumerate(zip(shards, contents, strict=True), start=1):
             tensors = dict[str, Tensor]()
             for stored, tensor in content.items():
-                moved = tensor[...].to(device) if stored in choice.names else tensor[...]
-                for part, values in choice.parts(stored, moved, dtype).items():
+                moved = tensor[...].to(device) if stored in chosen else tensor[...]
+                for part, values in parts_of(stored, moved).items():
                     tensors[part] = values.to("cpu").contiguous()
             atomic.write(folder / name, save(tensors, {"format": "pt"}))
-            progress(f"writing {choice.scheme} weights", number / len(shards))
+            progress(f"writing {scheme} weights", number / len(shards))
         for path in tokenizer:
             with open_regular(path) as opened, atomic.writing(folder / path.name) as stream:
                 shutil.copyfileobj(opened, stream, COPIED)
@@ -161,16 +153,16 @@ def write(
         config = without_code(dict(checkpoint.config), spec.name)
         for key in (*QUANTIZATION, "torch_dtype", "transformers_weights"):
             config.pop(key, None)
-        settings = quantization.scheme(scheme, choice.size) | {"ignore": list(choice.ignored)}
+        settings = quantization.scheme(scheme, size) | {"ignore": ignored}
         config |= {"dtype": spec.dtype, "quantization_config": settings}
         atomic.write(folder / "config.json", json.dumps(config, indent=1))
     except BaseException:
         for name in (*made, MARK):
             (folder / name).unlink(missing_ok=True)
         raise
-    before = sum(checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in choice.names)
-    after = sum(sizes[name] for name in choice.names)
-    return Written(total, before, after, len(choice.names), choice.kept)
+    before = sum(checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in chosen)
+    after = sum(sizes[name] for name in chosen)
+    return Written(total, before, after, len(chosen), kept)
 
 
 def _replaceable(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from statistics import median_high
 from typing import Protocol
 
 from zinfer.core.engine import MAX_DRAFTS
@@ -99,8 +100,7 @@ class Drafts:
 
     def _pass_s(self, with_drafts: bool) -> float | None:
         """Return the seconds of a pass with drafts or without: the median of the last ones; None before the first."""
-        seconds = sorted(self._seconds[with_drafts])
-        return seconds[len(seconds) // 2] if seconds else None
+        return median_high(seconds) if (seconds := self._seconds[with_drafts]) else None
 
     def propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
         """Return the drafts of a pass, by key of its running rows. `room` is the number of rows times drafts that there

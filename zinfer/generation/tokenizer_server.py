@@ -149,15 +149,6 @@ def _name(hf: Any, token: int) -> str:
     return ""
 
 
-def _limit(memory: int) -> int:
-    """Allow this process no files and `memory` more bytes; return the bytes that its address space may have."""
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
-    _limit_memory(size)
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
-        resource.setrlimit(what, (0, 0))
-    return size
-
-
 def _limit_memory(size: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
@@ -169,8 +160,12 @@ def wall_s(seconds: float) -> float:
 
 
 def serve(connection: Connection, checkpoint: Checkpoint, memory: int) -> None:
-    """Answer requests until the connection is closed; the kernel ends this process where one exceeds its limits."""
-    size = _limit(memory)
+    """Answer requests until the connection is closed; the kernel ends this process where one exceeds its limits. It may
+    have no files, and `memory` more bytes."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+    _limit_memory(size)
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+        resource.setrlimit(what, (0, 0))
     connection.send_bytes(b'{"ready": true}')
     while True:
         message = connection.recv_bytes()

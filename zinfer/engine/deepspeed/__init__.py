@@ -100,7 +100,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
             self._arena = PinnedArena(max_bytes, self.device.type == "cuda", self.progress, grow=True)
             self._opened.callback(self._arena.close)
         self._opened.callback(self._free_weights)
-        self._opened.callback(self._unlist)
         partition = {
             True: world.Partition(config, self._arena),
             False: world.Partition(config | {"zero_optimization": zero}),
@@ -134,7 +133,9 @@ class DeepSpeed(Decoder[DecoderBatch]):
         for name, buffer in buffers.items():  # DeepSpeed before 0.19 casts them to the weights' type
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer
-        self._settings = _settings(config)
+        offload = config["zero_optimization"].get("offload_param", {})
+        named = {f"offload_param.{key}": value for key, value in offload.items() if key != "nvme_path"}
+        self._settings = zero | named | config.get("aio", {})
         self._ready()
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
@@ -283,7 +284,9 @@ class DeepSpeed(Decoder[DecoderBatch]):
         )
 
     def _free_weights(self) -> None:
-        """Free the weights' memory, which DeepSpeed's caches may refer to."""
+        """Free the weights' memory, which DeepSpeed's caches may refer to. Its list of modules holds the model."""
+        stack, model = world.modules_under_way(), getattr(self, "model", None)
+        stack[:] = [module for module in stack if module is not model]
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
             if getattr(parameter, "ds_tensor", None) is not None:
@@ -293,19 +296,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
         self._parameters, self._engine = {}, None
 
-    def _unlist(self) -> None:
-        """Take the model off DeepSpeed's list of running modules."""
-        stack, model = world.modules_under_way(), getattr(self, "model", None)
-        stack[:] = [module for module in stack if module is not model]
-
 
 def _bytes(parameter: Any) -> int:
     return int(parameter.ds_numel) * int(parameter.element_size())
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded part of the configuration, without paths."""
-    zero: dict[str, Any] = dict(config["zero_optimization"])
-    offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
-    offload.pop("offload_param.nvme_path", None)
-    return zero | offload | dict(config.get("aio", {}))

@@ -187,21 +187,15 @@ class MemoryWatch:
 
     def _read(self) -> None:
         self.gpu_peak = max(self.gpu_peak, self._used() - self._before)
-        if self._pid is not None:
-            self.host_peak = max(self.host_peak, tree_bytes(self._pid))
+        size = 0
+        with suppress(psutil.NoSuchProcess):  # all processes below the keeper
+            for process in psutil.Process(self._pid).children(recursive=True) if self._pid is not None else ():
+                with suppress(psutil.NoSuchProcess):
+                    size += process.memory_info().rss
+        self.host_peak = max(self.host_peak, size)
 
     def _used(self) -> int:
         with suppress(Exception):
             used: int = sum(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
             return used
         return 0
-
-
-def tree_bytes(pid: int) -> int:
-    """Return the bytes in RAM of all processes below one, the keeper."""
-    size = 0
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                size += process.memory_info().rss
-    return size

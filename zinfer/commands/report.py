@@ -21,8 +21,8 @@ from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.measurement import Recorded
 from zinfer.record.store import Records, files
-from zinfer.report import contents, page
-from zinfer.report.document import Document
+from zinfer.report import contents
+from zinfer.report.document import Document, html
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.live import LiveServer
 from zinfer.system import machines
@@ -58,7 +58,7 @@ def command(
         _serve(chosen, model, port, more)
     findings = _findings(chosen, model)
     output = output or Path("plots") / _folder(findings) / "report.html"
-    write(output, page.html(contents.document(findings._replace(**more))))
+    write(output, html(contents.document(findings._replace(**more))))
     click.echo(output)
 
 
@@ -70,10 +70,9 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         try:
             document = contents.document(_findings(chosen, model)._replace(**more))
         except (Failure, ZinferError) as error:
-            document = Document(
-                "Capacity report", f"Nothing to show yet: {error}. This page looks again by itself.", ()
-            )
-        return page.html(document, live=True)
+            why = f"Nothing to show yet: {error}. This page looks again by itself."
+            document = Document("Capacity report", why, ())
+        return html(document, live=True)
 
     try:
         server = LiveServer(port)

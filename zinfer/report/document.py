@@ -1,11 +1,22 @@
-"""Document model of a report, which `page` renders.
+"""Document model of a report, and its HTML page in one file.
 
-Names of models and texts of errors come from anywhere, so blocks hold plain text only and the page escapes all of it.
-The only markup is a pair of backticks in a sentence, around words to be typed.
+Names of models and texts of errors come from anywhere, so blocks hold plain text only, and the page escapes all of it
+where it is written; its own policy forbids to load or run whatever slipped through, and names the one script of a live
+page by its hash. The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
+import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
 from typing import Literal, NamedTuple, TypeVar
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from zinfer.system.printable import printable
 
 T = TypeVar("T")
 Kind = Literal["", "best", "failed", "predicted"]
@@ -24,7 +35,7 @@ class Command(str):
 
 
 class Items(tuple[str, ...]):
-    """List of sentences."""
+    """List of sentences, of any iterable."""
 
 
 class Signature(tuple[str, ...]):
@@ -73,12 +84,13 @@ class Picture(NamedTuple):
 Block = Heading | Text | Items | Command | Table | Picture | Signature
 
 
-class Section(NamedTuple):
-    """Titled blocks; `anchor` names the section in links."""
+class Section:
+    """Titled blocks, without empty ones and empty columns; `anchor` names the section in links."""
 
-    anchor: str
-    title: str
-    blocks: tuple[Block, ...]
+    def __init__(self, anchor: str, title: str, blocks: Iterable[Block]) -> None:
+        self.anchor, self.title = anchor, title
+        filled = (block.filled() if isinstance(block, Table) else block for block in blocks)
+        self.blocks = tuple(part for part in filled if (part.rows if isinstance(part, Table) else part))
 
 
 class Document(NamedTuple):
@@ -100,7 +112,38 @@ def table(
     return Table(caption, tuple(columns), tuple(rows))
 
 
-def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
-    """Return a section without empty blocks and empty columns."""
-    filled = (block.filled() if isinstance(block, Table) else block for block in blocks)
-    return Section(anchor, title, tuple(part for part in filled if (part.rows if isinstance(part, Table) else part)))
+def html(document: Document, live: bool = False) -> str:
+    """Return the page with its style and figures, without invisible characters. A `live` one replaces itself."""
+    script = Markup(_file("page.js")) if live else ""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    style = Markup(_file("page.css"))
+    return printable(_template().render(document=document, style=style, script=script, digest=digest))
+
+
+def prose(text: str) -> Markup:
+    """Return a sentence with its backticks as code and everything escaped."""
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def shell(text: str) -> Markup:
+    """Return shell lines that do not wrap within an option's name."""
+    return Markup(re.sub(r"(?<=\s)--?[A-Za-z][A-Za-z-]*", r"<span>\g<0></span>", str(escape(text))))
+
+
+def columned(mark: str, text: str = "") -> Markup:
+    """Return the class of a table's cell: numeric, predicted, or prose."""
+    prose = "" if not text else "s" if len(text) < 16 else "m" if len(text) < 60 else "l"
+    kind = {"#": "n", "~": "n p"}.get(mark, prose)
+    return Markup(f' class="{kind}"') if kind else Markup("")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"prose": prose, "shell": shell, "columned": columned, "form": lambda it: type(it).__name__}
+    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
+    return environment.from_string(_file("page.html"))
+
+
+def _file(name: str) -> str:
+    return (files("zinfer.report") / name).read_text(encoding="utf-8")

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
+from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import Change
-from zinfer.analysis.group import Points, by_load
+from zinfer.analysis.group import Points, Setting, by_load
+from zinfer.analysis.requests import goodput, loads_of
 from zinfer.core.machine import FIGURES, Machine
-from zinfer.core.units import duration, gib
+from zinfer.core.units import duration, figures, gib, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement, Recorded
+from zinfer.record.requests import METRICS, RequestPoint
 from zinfer.record.stats import spread
-from zinfer.report import requests
-from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Section, Table, Text, section, table
+from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Table, Text, table
 from zinfer.report.findings import Findings, WorkloadFindings
-from zinfer.report.plot import figures, style
+from zinfer.report.plot import style
+from zinfer.report.plot.figures import draw
 
 _NAMES = {
     "gpu_bytes": "GPU memory, usable, each",
@@ -47,31 +50,34 @@ _WORDS = (
     "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Beyond the plan: a step or "
     f"a peak of host memory over what the plan predicted, where they differ by {STEP_BAND:.0%} or {HOST_BAND:.0%}."
 )
+_RATES = (
+    "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
+    "#tok/s while others waited", "#steady tok/s", "#goodput, requests/s", "#link busy", "outcome",
+)  # fmt: skip
+_REQUEST_TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
+_REQUEST_WORDS = (
+    "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
+    "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
+    "included, in which few requests are left; steady tok/s leave out the time before all places were taken and that "
+    "after the last request began. Prompts are computed in the same passes as answers: the rates of both are over the "
+    "same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the passes."
+)
 
 
-def results(findings: Findings) -> Section:
-    """Return the section on each workload: figure (of the first models), configurations, failures."""
-    blocks: list[Block] = []
+def results(findings: Findings) -> Iterator[Block]:
+    """Yield each workload's figure, configurations and failures; then loads of requests."""
+    if findings.ordered:
+        yield Text(_WORDS)
     comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
     drawn = [*{group.model: group for group in reversed(comparing)}.values()][-DRAWN:]
     for workload in findings.ordered:
-        blocks += [Heading(workload.name)]
-        blocks += _figure(workload) if workload.group in drawn else ()
+        yield Heading(workload.name)
+        yield from _figure(workload) if workload.group in drawn else ()
+        yield _tops(workload)
         verdicts = (verdict for verdict in rates.offload_verdicts(workload.points) if verdict.compares)
-        lines = tuple(f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts)
-        blocks += [_tops(workload), Items(lines), _failed(workload.points)]
-    words = [Text(_WORDS)] if blocks else []
-    return section("results", "Results", (*words, *blocks, *requests.section(findings.requests)))
-
-
-def studies(findings: Findings) -> Section:
-    """Return the section on the studies that were made on each machine."""
-    return section("studies", "Studies", _studies(findings))
-
-
-def system(findings: Findings) -> Section:
-    """Return the section on the machines as far as they are described."""
-    return section("system", "System under test", (_machines(findings.machines.values()),))
+        yield Items(f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts)
+        yield _failed(workload.points)
+    yield from _loads(findings.requests)
 
 
 def rate(point: Measurement) -> tuple[str, str]:
@@ -98,7 +104,7 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
         first = duration((point.mean_ttft_ms or 0.0) / 1e3)
         return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {first}"
 
-    for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
+    for figure in draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
         timed = by_load([point for point in workload.points if point.usable])
         loads = ". ".join(f"{load.label()}: {'; '.join(map(described, points))}" for load, points in timed.items())
@@ -175,7 +181,58 @@ def _failed(points: Points) -> Table:
     return table("Failed points, and how the smallest such batch ended.", columns, failures.values())
 
 
-def _studies(findings: Findings) -> Iterator[Block]:
+def _loads(points: Iterable[RequestPoint]) -> Iterator[Block]:
+    """Yield tables of loads of requests, apart from equal sequences."""
+    groups = group_by(points, lambda it: f"{Setting.of(it, total_layers=it.total_layers).part}, {it.machine}")
+    if groups:
+        yield from (Heading("Loads of requests"), Text(_REQUEST_WORDS))
+    for name, records in groups.items():
+        last = [loads[-1] for loads in loads_of(record for record in records if record.usable).values()]
+        yield _rates(name, records)
+        yield _times(name, last)
+        yield Items(
+            f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
+            for record in last
+            for level in sla.check(record, map(sla.parse, record.sla))
+        )
+
+
+def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
+    rows, loads = [], loads_of(points)
+    sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
+    common = sources[0] if len(set(sources)) == 1 else ""
+    for ((_, key), records), source in zip(loads.items(), sources, strict=True):
+        last, good = records[-1], [record for record in records if record.usable]
+        measured = [record.output_tok_s or 0.0 for record in good]
+        shown = good[-1] if good else last
+        lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
+        steady = [rate for record in good if (rate := record.steady_tok_s) is not None]
+        outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
+        cells = (
+            key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
+            "" if lengths is None else " / ".join(f"{length:.0f}" for length in lengths),
+            str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
+            f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
+            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "",
+            "" if (rate := goodput(shown)) is None else figures(rate),
+            "" if shown.link_busy is None else f"{shown.link_busy:.0%}", outcome,
+        )  # fmt: skip
+        rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
+    return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", _RATES, tuple(rows))
+
+
+def _times(name: str, points: Iterable[RequestPoint]) -> Table:
+    rows = [
+        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(milliseconds, times)))
+        for point in points
+        for metric in METRICS
+        for times in (point.summary(metric) or (None,) * 4,)
+    ]
+    return Table(f"{name}: times of requests in the last load.", _REQUEST_TIMES, tuple(rows))
+
+
+def studies(findings: Findings) -> Iterator[Block]:
+    """Yield the studies that were made on each machine."""
     for run in findings.studies:
         shown, failed = study.show(run), study.wrong(run)
         yield Heading(f"{shown.subject}, {run.machine}")
@@ -185,9 +242,10 @@ def _studies(findings: Findings) -> Iterator[Block]:
         yield Table(caption, shown.columns, rows, folded=run.study != "accuracy")
 
 
-def _machines(machines: Iterable[Machine]) -> Table:
+def system(findings: Findings) -> Iterator[Block]:
+    """Yield the machines as far as they are described."""
     facts: dict[str, dict[str, str]] = {}
-    for machine in machines:
+    for machine in findings.machines.values():
         gpu = f"{machine.gpu_count} × {machine.gpu_name}" if machine.gpu_count else "none: the CPU is the device"
         machine_facts = {"GPU": gpu} | {
             _NAMES.get(name, name): machine.describe(name).removesuffix(" (measured)")
@@ -200,7 +258,7 @@ def _machines(machines: Iterable[Machine]) -> Table:
             facts.setdefault(name, {})[machine.name] = value
     names = dict.fromkeys(name for values in facts.values() for name in values)
     rows = tuple(Row((fact, *(values.get(name, "") for name in names))) for fact, values in facts.items())
-    return Table("Capacities and rates, measured by `zinfer probe` unless said otherwise.", ("", *names), rows)
+    yield Table("Capacities and rates, measured by `zinfer probe` unless said otherwise.", ("", *names), rows)
 
 
 def _details(machine: Machine) -> dict[str, str]:

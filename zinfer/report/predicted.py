@@ -21,7 +21,7 @@ from zinfer.plan.advice import advice, host_needed
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency, shipped
 from zinfer.record.measurement import Measurement
-from zinfer.report.document import Block, Items, Row, Section, Table, Text, section
+from zinfer.report.document import Block, Items, Row, Table, Text
 from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import rate, rated
 from zinfer.system.machines import load as load_machine
@@ -40,8 +40,8 @@ _MACHINE_COLUMNS = (
 Winners = list[tuple[WorkloadFindings, Measurement, ModelSpec]]
 
 
-def predictions(findings: Findings) -> Section:
-    """Return the section; empty without a known model and machine."""
+def predictions(findings: Findings) -> Iterator[Block]:
+    """Yield what is predicted, and how right it is; nothing without a known model and machine."""
     efficiency, rows = calibrate.calibrate(_thinned(findings.points), findings.machines)
     main, slices = (
         [
@@ -51,10 +51,10 @@ def predictions(findings: Findings) -> Section:
         ]
         for workloads in (findings.main, findings.slices)
     )
-    blocks: list[Block] = [*_measured(main + slices, efficiency), *_elsewhere(main)]
-    if any(isinstance(block, Table) and block.rows for block in blocks):
-        blocks.append(Text(_trust(efficiency, rows)))
-    return section("predictions", "Memory, bottleneck and other machines", blocks)
+    yield from _measured(main + slices, efficiency)
+    yield from _elsewhere(main)
+    if main + slices:
+        yield Text(_trust(efficiency, rows))
 
 
 def _thinned(points: Points) -> list[Measurement]:
@@ -111,7 +111,7 @@ def _elsewhere(winners: Winners) -> Iterator[Block]:
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
         if base is not None:
             lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
-        yield Items(tuple(lines))
+        yield Items(lines)
 
 
 @cache  # most of the time of a report, and the same in the next one of a live page

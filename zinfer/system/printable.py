@@ -3,7 +3,7 @@
 Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its title,
 hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
 (``\\u001b``). There is one exit for each kind of output: `guarded` (all that is printed), `zinfer.commands.out.console`
-(tables), `zinfer.report.page.html`, and `zinfer.report.plot.style.render` (figures). CSV and JSON files keep every
+(tables), `zinfer.report.document.html`, and `zinfer.report.plot.style.render` (figures). CSV and JSON files keep every
 character.
 """
 

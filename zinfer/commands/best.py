@@ -71,9 +71,9 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     answers: Answers = {}
     if question is not None:
         means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
-        answers |= {group: question.answer(points) for group, points in wanted.items()}
+        answers |= {group: question(points) for group, points in wanted.items()}
         for group, rows in ranks.items():
-            answers[group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
+            answers[group] = question([row.point for row in rows], rate=lambda point: means[id(point)])
     if as_json:
         summaries = [_summary(group, points) for group, points in wanted.items()]
         summaries += [_request_summary(group, rows) for group, rows in ranks.items()]

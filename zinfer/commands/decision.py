@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from zinfer.analysis import reproduce
 from zinfer.analysis.best import Decision, Objective, decide
 from zinfer.analysis.economics import Point, cost, fleet, parse_demand
-from zinfer.analysis.sla import Sla, parse
+from zinfer.analysis.sla import parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
@@ -18,48 +18,33 @@ from zinfer.record.stats import ci95_half_width
 ACCURACY = "`zinfer study accuracy` tells how far its text differs"
 
 
-class DecisionCriteria(NamedTuple):
-    """Options of the command line, for any group of points."""
-
-    slas: tuple[Sla, ...]
-    objective: Objective
-    gpu_hour_usd: float | None
-    demand: tuple[float, float] | None  # output tokens, and the seconds for them
-    utilisation: float
-    spare: int
-    due: bool  # a deadline was given
-
-    def answer(
-        self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
-    ) -> Decision:
-        """Return the decision for `points`, and the fleet for the demand."""
-        decision = decide(points, self.slas, self.objective, self.gpu_hour_usd, rate)
-        point = decision.point
-        if self.demand is None or point is None:
-            return decision
-        alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
-        if self.due and alone_s > self.demand[1]:
-            return decision.model_copy(update={"too_slow": alone_s})
-        return decision.model_copy(update={"fleet": fleet(point, *self.demand, self.utilisation, self.spare)})
-
-
 def question(
     levels: tuple[str, ...],
     objective: Objective,
-    demand: str | None = None,
-    deadline: str | None = None,
-    utilisation: float = 0.8,
-    spare: int = 1,
-    gpu_hour_usd: float | None = None,
-) -> DecisionCriteria | None:
-    """Return the criteria that the options state, or None. Raises UsageError or EconomicsError."""
+    demand: str | None,
+    deadline: str | None,
+    utilisation: float,
+    spare: int,
+    gpu_hour_usd: float | None,
+) -> Callable[..., Decision] | None:
+    """Return what decides for points by the options, or None. Raises UsageError or EconomicsError."""
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
     if not (levels or demand or gpu_hour_usd is not None or objective != "throughput"):
         return None
     needed = None if demand is None else parse_demand(demand, deadline)
     slas = tuple(map(parse, levels))
-    return DecisionCriteria(slas, objective, gpu_hour_usd, needed, utilisation, spare, deadline is not None)
+
+    def answer(points: Sequence[Point], **rate: Any) -> Decision:
+        decision = decide(points, slas, objective, gpu_hour_usd, **rate)
+        if needed is None or (point := decision.point) is None:
+            return decision
+        alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
+        if deadline is not None and alone_s > needed[1]:
+            return decision.model_copy(update={"too_slow": alone_s})
+        return decision.model_copy(update={"fleet": fleet(point, *needed, utilisation, spare)})
+
+    return answer
 
 
 def lines(decision: Decision, noun: str = "point") -> list[str]:

@@ -13,10 +13,10 @@ import click
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.economics import parse_count, parse_seconds
 from zinfer.analysis.requests import acceptance as acceptance_of
+from zinfer.analysis.sla import parse
 from zinfer.analysis.study import routing_of
 from zinfer.checkpoint.resolve import resolve
 from zinfer.commands import catalogue, decision, options, ranking
-from zinfer.commands.decision import DecisionCriteria
 from zinfer.commands.options import option
 from zinfer.commands.out import cell, console, say, table_of
 from zinfer.commands.ranking import PlanGroup
@@ -169,7 +169,7 @@ def planned(
     if how["deadline"] is not None and count is None:
         raise click.UsageError("--deadline is that of --prompts: say how many")
     deadline = None if how["deadline"] is None else parse_seconds(how["deadline"])
-    question = ranking.Question(machines, prices, count, how["levels"], how["objective"], deadline)
+    question = ranking.Question(machines, prices, count, tuple(map(parse, how["levels"])), how["objective"], deadline)
     if acceptance is not None and all(draft_of(load.options) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
     records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
@@ -310,17 +310,17 @@ def _groups(
             planners.setdefault(case, Planner(case, model, machine, efficiency))
         part = "" if layers is None else f", {layers} layers"
         part += f" ({spec.max_position:,} positions)" if spec.max_position else ""
-        planned, criteria = True, question.on(machine)
-        plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
-        answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        yield PlanGroup(f"{name}{part}, {input_len} in / {output_len} out", machine, plans, answer)
+        planned = True
+        plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, question, records)]
+        title = f"{name}{part}, {input_len} in / {output_len} out"
+        yield PlanGroup(title, machine, plans, question.answer(plans))
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:
         say(f"left out: {refusal}", err=True)
 
 
-def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, records: "_Records") -> list[Plan]:
+def _batches(sweep: Sweep, planner: Planner, question: ranking.Question, records: "_Records") -> list[Plan]:
     """Plan the batches that were asked for; with ``auto`` the best, which keeps the levels if any does."""
     workload, with_drafts = planner.case.workload, records.with_drafts
     sizes = automatic(sweep.batch_size) if isinstance(sweep.batch_size, str) else sweep.batch_size
@@ -329,16 +329,17 @@ def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, 
     if not isinstance(sweep.batch_size, str):
         return stated
     fastest = planner.searched(workload)
-    if criteria is None or not (criteria.slas or criteria.objective == "latency"):
+    if not (question.slas or question.objective == "latency"):
         return [*stated, with_drafts(fastest, fastest.best(workload))]
 
     def keeps(plan: Plan) -> bool:
-        return criteria.answer(ranking.as_points([with_drafts(planner, plan)])).point is not None
+        answer = question.answer([with_drafts(planner, plan)])
+        return answer is not None and answer.point is not None
 
     able = {each.case: each for each in (fastest, planner.searched(workload, 1, exact=True))}.values()
     plans = [with_drafts(each, plan) for each in able for plan in each.within(workload, keeps)]
-    decided = criteria.answer(ranking.as_points(plans))
-    point = decided.point or decided.nearest
+    answer = question.answer(plans)
+    point = None if answer is None else answer.point or answer.nearest
     return [*stated, *[plan for plan in plans if point is None or plan.case == point.case][:1]]
 
 

@@ -5,10 +5,8 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from zinfer.analysis import economics, sla
-from zinfer.analysis.best import Decision, Objective
-from zinfer.analysis.sla import SlaCheck
-from zinfer.commands import decision
-from zinfer.commands.decision import DecisionCriteria
+from zinfer.analysis.best import Decision, Objective, decide
+from zinfer.analysis.sla import Sla, SlaCheck
 from zinfer.commands.out import console, say, table_of
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
@@ -24,7 +22,7 @@ class Question(NamedTuple):
     machines: Sequence[Machine]
     stated: Mapping[str, float]  # prices by machine, or for all under ""
     prompts: int | None
-    levels: tuple[str, ...]
+    slas: tuple[Sla, ...]
     asked: Objective | None
     deadline: float | None = None  # seconds for the prompts
 
@@ -48,12 +46,13 @@ class Question(NamedTuple):
         """True if prices matter to what was asked."""
         return bool(self.stated) or self.prompts is not None or self.objective == "cost"
 
-    def on(self, machine: Machine) -> DecisionCriteria | None:
-        """Return the criteria for plans on a machine; None if nothing was asked."""
-        price, objective = self.price(machine), self.objective
+    def answer(self, plans: Sequence[Plan]) -> Decision | None:
+        """Return the decision among plans on one machine; None if nothing was asked."""
+        price, objective = self.price(plans[0].machine) if self.pays else None, self.objective
         if objective == "cost" and price is None and any(map(self.price, self.machines)):
             objective = "throughput"
-        return decision.question(self.levels, objective, gpu_hour_usd=price if self.pays else None)
+        asked = self.slas or price is not None or objective != "throughput"
+        return decide(as_points(plans), self.slas, objective, price) if asked else None
 
     def run(self, plan: Plan) -> tuple[float, float | None] | None:
         """Return the hours and USD of all prompts on one machine; None if unknown."""
@@ -101,9 +100,7 @@ class Question(NamedTuple):
 
     def row(self, plan: Plan) -> dict[str, Any]:
         """Return a plan's prices and levels as JSON; null is unknown."""
-        criteria = self.on(plan.machine)
-        levels = () if criteria is None else criteria.slas
-        checks = [check for point in as_points([plan]) for check in sla.check(point, levels)]
+        checks = [check for point in as_points([plan]) for check in sla.check(point, self.slas)]
         hours, usd = self.run(plan) or (None, None)
         return {
             "usd_per_gpu_hour": self.price(plan.machine),

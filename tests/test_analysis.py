@@ -6,9 +6,9 @@ import pytest
 
 from tests import mentions
 from tests.results import case, point, sweep
-from zinfer.analysis.best import decide
 from zinfer.analysis.group import by_load, groups
 from zinfer.analysis.rates import best, best_by_load, cautions, edges, offload_verdicts, tied, winner
+from zinfer.analysis.sla import decide
 from zinfer.core.case import Case
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.stats import spread

@@ -8,7 +8,7 @@ import pytest
 from tests import environment, wait
 from tests.command import interrupted, started, zinfer, zinfer_process
 from tests.test_parts import SMALL
-from zinfer.job.cluster import Cluster, ClusterError
+from zinfer.job.parts import Cluster, ClusterError
 from zinfer.job.shard import Shard
 from zinfer.record.store import read
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests import invoke, mentions
 from tests.results import case, point, sweep
-from zinfer.analysis.best import decide
 from zinfer.analysis.economics import (
     COUNTER,
     READINGS,
@@ -25,7 +24,7 @@ from zinfer.analysis.economics import (
     parse_demand,
     parse_seconds,
 )
-from zinfer.analysis.sla import SlaError, check, parse, statistic
+from zinfer.analysis.sla import SlaError, check, decide, parse, statistic
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Store
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.command import zinfer
 from tests.test_batch_command import line
-from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.merge import merge
+from zinfer.job.batch.ledger import Ledger, job_path, merge
 from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
 from zinfer.job.shard import Shard, ShardError
 

@@ -37,7 +37,7 @@ ALLOWED = {
     "engine.ranks:SharedTensors.put": "the size of a file in memory",
     "engine.ranks:Group.undivided": "a line on stderr",
     "engine.ranks:Leader._watch": "a line on stderr",
-    "job.cluster:Cluster.clear": "removes the parts and the logs of a sweep's jobs, whose points are recorded",
+    "job.parts:Cluster.clear": "removes the parts and the logs of a sweep's jobs, whose points are recorded",
     "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",

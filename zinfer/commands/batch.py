@@ -21,7 +21,7 @@ from zinfer.core.units import counted, duration, figures
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.batch import packing
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.merge import merge as merge_shards
+from zinfer.job.batch.ledger import merge as merge_shards
 from zinfer.job.batch.nodes import answer_on_nodes
 from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal, requests_of, split
 from zinfer.job.batch.run import BatchJob, BatchProgress

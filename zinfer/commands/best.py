@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from zinfer.analysis import rates, requests
-from zinfer.analysis.best import Decision
 from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Group, Points, groups
 from zinfer.analysis.rates import Edge
 from zinfer.analysis.requests import RequestGroup, RequestRates
+from zinfer.analysis.sla import Decision
 from zinfer.checkpoint.resolve import is_wanted
 from zinfer.commands import decision
 from zinfer.commands.decision import point_row

@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from zinfer.analysis import reproduce
-from zinfer.analysis.best import Decision, Objective, decide
 from zinfer.analysis.economics import Point, cost, fleet, parse_demand
-from zinfer.analysis.sla import parse
+from zinfer.analysis.sla import Decision, Objective, decide, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement

@@ -5,8 +5,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from zinfer.analysis import economics, sla
-from zinfer.analysis.best import Decision, Objective, decide
-from zinfer.analysis.sla import Sla, SlaCheck
+from zinfer.analysis.sla import Decision, Objective, Sla, SlaCheck, decide
 from zinfer.commands.out import console, say, table_of
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb

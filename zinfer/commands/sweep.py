@@ -21,7 +21,6 @@ from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration
 from zinfer.job import parts, requests, sweep
-from zinfer.job.cluster import Cluster
 from zinfer.job.forecast import Outlook, likely_batches
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, parse_option, read_toml, sweep_recipe, with_options
 from zinfer.job.shard import Shard, shards_begun
@@ -261,7 +260,7 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
     done = _recorded(output, resume)
     machine = done.headers[-1].machine if done.headers else ""
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
-    cluster = Cluster(output, how["slurm_args"])
+    cluster = parts.Cluster(output, how["slurm_args"])
     shards = Shard.all(begun[0].total if begun else len(loads))
     with Store.open(output), Watch() as watch:
         watch.message(f"results: {output}")

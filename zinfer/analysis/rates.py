@@ -135,7 +135,8 @@ def _verdict(engine: str | None, offload: Offload, using: Points, without: Point
     if not without:
         point = ours or using[0]
         path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
-        command = reproduce.without_offload(point.case, path)
+        case = point.case.model_copy(update={"offload": "none", "gpu_weights": None, "options": ()})
+        command, _ = reproduce.case_commands(case, batch_size="1,8,auto", output=path)
         text = f"fits on the GPU: not measured; measure it with `{command}`"
     elif ours is None:
         text = f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."

@@ -54,13 +54,6 @@ def case_commands(
     return shlex.join([*again, *settings, "-o", output]), shlex.join([*use, *settings])
 
 
-def without_offload(case: Case, path: str) -> str:
-    """Return the command that measures a case's model without offload."""
-    settings = {"offload": "none", "gpu_weights": None, "options": ()}
-    again, _ = case_commands(case.model_copy(update=settings), batch_size="1,8,auto", output=path)
-    return again
-
-
 def _asked(requests: RequestLoad) -> list[str]:
     lengths = requests.source.partition(":")[0] in ("lognormal", "uniform", "fixed")
     words = ["--request-lengths", requests.source] if lengths else ["--requests", requests.source.rpartition(" ")[0]]

@@ -42,7 +42,9 @@ class Finding(NamedTuple):
 def command() -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     engines = engine_rows()
-    rows = [*package_rows(), *machine_rows(), *engines, *server_rows()]
+    rows = [*package_rows(), *machine_rows(), *engines]
+    servers = [(name, server) for name in preset.presets() if (server := preset.read(name)) is not None]
+    rows += [Finding(name, server.ask_version() or "not installed") for name, server in servers]
     console().print(Table("", ("", "found", "what to do"), rows))
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
@@ -109,9 +111,3 @@ def engine_rows() -> list[Finding]:
         except (engine.EngineError, ImportError) as error:
             rows.append(Finding(name, "cannot run", error_line(error)))
     return rows
-
-
-def server_rows() -> list[Finding]:
-    """Return a row on each server that a preset describes."""
-    servers = [(name, server) for name in preset.presets() if (server := preset.read(name)) is not None]
-    return [Finding(name, server.ask_version() or "not installed") for name, server in servers]

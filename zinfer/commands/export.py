@@ -18,12 +18,10 @@ from zinfer.record.requests import RequestPoint
 from zinfer.record.store import files, read
 from zinfer.system.printable import printable
 
-FORMATS = ("csv", "json")
-
 
 @click.command("export", cls=Verb)
 @click.argument("results", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
-@option("--format form", click.Choice(FORMATS), "Format.  [default: the ending of OUT, else csv]")
+@option("--format form", click.Choice([*WRITERS]), "Format.  [default: the ending of OUT, else csv]")
 @option("--requests", bool, "Write the loads of requests, which are a table of their own.")
 @option("-o --output", click.Path(path_type=Path), "File to write.  [default: stdout]", metavar="OUT")
 def command(results: tuple[Path, ...], form: str | None, requests: bool, output: Path | None) -> None:
@@ -50,10 +48,10 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
         if output and any(output.resolve() == Path(file).resolve() for file, _ in by_file):
             raise Failure(f"{output} is one of the result files: name another file with -o")
         points, served = points + equal, served + loads
-    if form is None and ending not in ("", "txt", *FORMATS):
+    if form is None and ending not in ("", "txt", *WRITERS):
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in .csv or .json, or choose with --format")
     rows = request_table(served, goodput) if requests else table(points)
-    content = WRITERS[form or (ending if ending in FORMATS else "csv")](rows)
+    content = WRITERS[form or (ending if ending in WRITERS else "csv")](rows)
     if served and not requests:
         say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:

@@ -29,7 +29,9 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     path = output or local.results_folder()
     if output is None or path.is_dir():
         path = path / "machine.json"
-    if (busy := too_busy()) is not None:
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cpus:
+        busy = f"the load average is {load:.1f} on {cpus} CPUs"
         if path.is_file() and not force and not _as_busy(path):
             raise Failure(f"{busy}, and {path} was made while less ran: wait a minute, or add --force", ENVIRONMENT)
         say(f"{busy}: figures may be too low", err=True)
@@ -43,12 +45,6 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     if nvme_path is not None and machine.nvme_bandwidth is None:
         say(f"{nvme_path} was not measured: {machine.note}", err=True)
     click.echo(f"wrote {path}", err=True)
-
-
-def too_busy() -> str | None:
-    """Return in words that other programs use much of the CPUs; None if they do not."""
-    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
-    return f"the load average is {load:.1f} on {cpus} CPUs" if load > BUSY * cpus else None
 
 
 def _as_busy(path: Path) -> bool:

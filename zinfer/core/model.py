@@ -113,14 +113,6 @@ class Routing(Frozen):
     # Tokens of a step, size of the cache as a share of all experts, and the share of needs that it meets (lfu).
     hits: tuple[tuple[int, float, float], ...] = ()
 
-    def hit_rate(self, cached: float, tokens: int) -> float | None:
-        """Return the recorded share of needs that a cache meets: of the share `cached` of experts, interpolated."""
-        rates = []
-        for step, rows in group_by(sorted(self.hits), lambda row: row[0]).items():
-            by_size = [(0.0, 0.0), *((size, hits) for _, size, hits in rows), (1.0, 1.0)]
-            rates.append((step, _interpolated(by_size, cached)))
-        return _interpolated(rates, tokens) if rates else None
-
 
 def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """Interpolate linearly between ascending `points`; beyond them the nearest one counts."""
@@ -192,9 +184,12 @@ class ModelSpec(Shape):
         return _interpolated(shares, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
 
     def hits(self, cached: float, tokens: int) -> float:
-        """Return the expected hit rate of a cache of experts."""
-        recorded = None if self.routing is None else self.routing.hit_rate(cached, tokens)
-        return cached if recorded is None else recorded
+        """Return the expected hit rate of a cache with the share `cached` of the experts: as recorded, interpolated."""
+        rates = []
+        for step, rows in group_by(sorted(self.routing.hits if self.routing else ()), lambda row: row[0]).items():
+            by_size = [(0.0, 0.0), *((size, hits) for _, size, hits in rows), (1.0, 1.0)]
+            rates.append((step, _interpolated(by_size, cached)))
+        return _interpolated(rates, tokens) if rates else cached
 
     @cached_property
     def _routed(self) -> int:

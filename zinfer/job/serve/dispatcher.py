@@ -67,16 +67,13 @@ class Metrics:
     def __init__(self, running: Callable[[], float], waiting: Callable[[], float], kept: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
 
-        def counter(name: str, help_text: str, labels: Sequence[str] = ()) -> Count:
+        def counter(name: str, help_text: str, *labels: str) -> Count:
             return Count(f"zinfer_{name}", help_text, labels, registry=self.registry)
 
         def seconds(name: str, help_text: str) -> Histogram:
             return Histogram(f"zinfer_{name}_seconds", help_text, buckets=SECONDS, registry=self.registry)
 
-        def gauge(name: str, help_text: str) -> Gauge:
-            return Gauge(f"zinfer_{name}", help_text, registry=self.registry)
-
-        self.requests = counter("requests", "HTTP requests.", ["path", "status"])
+        self.requests = counter("requests", "HTTP requests.", "path", "status")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts of ended rows.")
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV cache was reused.")
         self._tokens = counter("generated_tokens", "Tokens generated.")
@@ -92,9 +89,12 @@ class Metrics:
         self.ttft = seconds("ttft", "Time to first token.")
         self._tpot = seconds("tpot", "Time per output token after the first.")
         self._e2e = seconds("e2e", "Time to the end of a row.")
-        gauge("kv_cache_kept_bytes", "Host memory of kept KV caches.").set_function(kept)
-        gauge("rows_running", "Rows that run.").set_function(running)
-        gauge("rows_waiting", "Rows without a token.").set_function(waiting)
+        for name, help_text, read in (
+            ("kv_cache_kept_bytes", "Host memory of kept KV caches.", kept),
+            ("rows_running", "Rows that run.", running),
+            ("rows_waiting", "Rows without a token.", waiting),
+        ):
+            Gauge(f"zinfer_{name}", help_text, registry=self.registry).set_function(read)
 
     def ended(self, request: Request, cached: int, seconds: float, since_first: float) -> None:
         """Observe the time of an ended row, and since its first token."""

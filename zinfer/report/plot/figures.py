@@ -159,12 +159,10 @@ def reuse(run: Study) -> Figure | None:
         for way, (colour, marker) in _WAYS.items():
             timed = {p.context: [ms / 1e3 for ms in getattr(p, f"{way}_ms")] for p in points if getattr(p, f"{way}_ms")}
             middle = [median(seconds) for seconds in timed.values()]
-            bars = [
-                [value - min(seconds) for value, seconds in zip(middle, timed.values(), strict=True)],
-                [max(seconds) - value for value, seconds in zip(middle, timed.values(), strict=True)],
-            ]
+            spans = [(median(each) - min(each), max(each) - median(each)) for each in timed.values()]
             label = "computed again" if way == "recompute" else f"reloaded from {way}"
             if timed:
+                bars = [*zip(*spans, strict=True)]
                 axes.errorbar(
                     [*timed], middle, yerr=bars, marker=marker, color=colour, capsize=3, label=label, zorder=3
                 )

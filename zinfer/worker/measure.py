@@ -113,7 +113,7 @@ def measure(
         return ids
 
     loop, output_len = DecodeLoop(engine, sampler), workload.output_len
-    with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
+    with Telemetry(engine, samples) as telemetry:
         try:
             on_progress("warm-up", 0.0)
             loop.start(token_ids, torch.ones_like(token_ids), reserve=max(output_len, WARM_UP_STEPS))
@@ -136,12 +136,12 @@ def measure(
                     return
                 if enough(samples.add(first_ms, step_ms)):
                     break
-            samples.gpu = telemetry.summary()
+            telemetry.stop()
             with suppress(Exception):
                 if repeats:  # a step that counts for nothing
                     samples.timeline = spans(engine.timeline([Work(loop.batch, loop.tokens[:, None])]))
         finally:
-            samples.gpu = samples.gpu or telemetry.summary()
+            telemetry.stop()
             with suppress(Exception):
                 loop.end()
 
@@ -171,7 +171,7 @@ def measure_server(
     """Fill `samples` with up to `repeats` runs on a server; prompts differ. Raises EngineError for other lengths."""
     server.prepare(workload)
     batch_size = workload.batch_size
-    with Telemetry(server.device, server.plan.placement.gpus) as telemetry, ThreadPoolExecutor(batch_size) as pool:
+    with Telemetry(server, samples) as telemetry, ThreadPoolExecutor(batch_size) as pool:
         for repeat in range(repeats + 1):
             warm_up = repeat == 0
             samples.stage = "warm-up" if warm_up else "decode"
@@ -189,25 +189,24 @@ def measure_server(
             first, *steps = [max(SHORTEST_MS, (end - last) * 1e3) for last, end in pairwise([began, *ends])]
             if enough(samples.add(first, steps)):
                 break
-        samples.gpu = telemetry.summary()
 
 
 class Telemetry:
-    """Telemetry of the first `count` GPUs, by NVML. Power and energy are those of all together, reasons for throttling
-    those of any. Without NVML, or without a GPU, the summary is empty."""
+    """Telemetry of an engine's GPUs, by NVML. At its end `samples` get means over the timed part as their `gpu`. Power
+    and energy are those of all together, reasons for throttling those of any. There are none without NVML or a GPU."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, engine: Engine, samples: Any) -> None:
+        self._samples, self._handles = samples, list[Any]()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._power, self._reasons = list[int](), 0
-        if device.type == "cuda":
+        if engine.device.type == "cuda":
             with suppress(Exception):
                 import pynvml
 
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-                for number in range(count):
+                for number in range(engine.plan.placement.gpus):
                     uuid = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
                     self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(uuid))
 
@@ -235,15 +234,14 @@ class Telemetry:
                 self._reasons |= reasons
 
     def __exit__(self, *_exception: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.stop()
 
-    def summary(self) -> dict[str, Any]:
-        """Return means over the timed part. Empty if nothing was sampled."""
-        if self._thread is None:
-            return {}
-        self.__exit__()
+    def stop(self) -> None:
+        """End the timed part. Safe to call twice."""
+        if self._thread is None or self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
         summary: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
         energy = self._read("TotalEnergyConsumption")
         if energy and self._energy:
@@ -251,4 +249,4 @@ class Telemetry:
         if self._power:
             summary["power_w_mean"] = round(mean(self._power) / 1e3, 1)
         summary["throttle_reasons"] = sorted(name for name, bit in THROTTLING.items() if self._reasons & bit)
-        return summary
+        self._samples.gpu = summary

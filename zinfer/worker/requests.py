@@ -24,10 +24,10 @@ from zinfer.engine.server.engine import Server
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
+from zinfer.record.measurement import Status
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
-from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Telemetry, ask, draw, synchronize
-from zinfer.worker.session import Session, begin_point, conditions
+from zinfer.worker.session import Session, recorded
 from zinfer.worker.tasks import MeasureRequests
 
 WARM_UP_ROWS, WARM_UP_TOKENS = 8, 3
@@ -49,6 +49,7 @@ class LoadSamples:
     and `runs` of a `RequestSample`, go by the number of the request."""
 
     stage: str = "warm-up"
+    status: Status = "ok"
     pass_s: list[float] = field(default_factory=list)
     arrived: dict[int, float] = field(default_factory=dict)
     runs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -90,34 +91,30 @@ class LoadSamples:
                 samples.append(RequestSample(input_len=input_len, output_len=output_len, **times))
         waiting = {"waiting_ms": self.waiting_s * 1e3, "waiting_tokens": self.waiting_tokens}
         passes = {"pass_ms": [seconds * 1e3 for seconds in self.pass_s], "busy_ms": self.busy_s * 1e3}
-        counts = {"counts": self.counts, "kv_positions": self.positions, "gpu": self.gpu}
-        return {"samples": samples, **passes, **waiting, **counts}
+        return {"samples": samples, **passes, **waiting, "counts": self.counts, "kv_positions": self.positions}
 
 
 def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint:
     """Measure a load of requests on the loaded engine. An exception becomes the point's status."""
-    begin_point(session)
-    if session.scheduler is not None:
-        session.scheduler.end()
-        session.scheduler = None
-    requests, model = command.requests, session.plan.model
+    requests, model, samples = command.requests, session.plan.model, LoadSamples()
     lengths = [(length, request.left) for length, request in zip(command.input_lens, requests, strict=True)]
-    samples, failed = LoadSamples(), dict[str, Any]()
-    try:
+
+    def run() -> None:
+        if session.scheduler is not None:
+            session.scheduler.end()
+            session.scheduler = None
         input_len, output_len = max(lengths, key=sum)
         check_positions(model, input_len, output_len, f"a request of {input_len} tokens")
         empty = {number: request for number, request in enumerate(requests) if not request.prompt_ids}
         drawn = draw([command.input_lens[number] for number in empty], model.vocab_size, command.load.seed)
         for request, prompt in zip(empty.values(), drawn, strict=True):
             request.prompt_ids = prompt
-        run: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
+        clock: Callable[..., None] = run_server_load if isinstance(session.engine, Server) else run_load
         longest_first = sorted(requests, key=lambda request: -request.left)
         ordered = longest_first if command.load.order == "longest-first" else requests
-        run(session.engine, ordered, command.load, samples, session.on_progress)
-    except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        failed = failure_of(error, samples.stage).recorded
-    facts = session.facts.model_dump(exclude_unset=True)
-    fields = facts | samples.fields(lengths) | conditions(session, command.case, "ok") | failed
+        clock(session.engine, ordered, command.load, samples, session.on_progress)
+
+    fields = recorded(session, command.case, samples, run) | samples.fields(lengths)
     return RequestPoint(case=command.case, requests=command.load, sla=command.sla, **fields)
 
 
@@ -134,23 +131,20 @@ def run_load(
         tokenizer = cast(Tokenizer, _NoText())
         return ContinuousScheduler(engine, tokenizer, largest, max_rows, arrivals=load.in_flight != "auto")
 
-    with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
+    with Telemetry(engine, samples) as telemetry:
+        on_progress("warm-up", 0.0)
+        running = scheduler()  # kernels are compiled, and memory is taken
+        running.add(replace(row, left=min(row.left, WARM_UP_TOKENS)) for row in requests[:WARM_UP_ROWS])
         try:
-            on_progress("warm-up", 0.0)
-            running = scheduler()  # kernels are compiled, and memory is taken
-            running.add(replace(row, left=min(row.left, WARM_UP_TOKENS)) for row in requests[:WARM_UP_ROWS])
-            try:
-                while running.running:
-                    running.step()
-                running.release()
-            finally:
-                running.end()
-            synchronize(engine.device)
-            samples.stage = "requests"
-            telemetry.start()
-            _run_timed(scheduler(), requests, load, samples, on_progress)
+            while running.running:
+                running.step()
+            running.release()
         finally:
-            samples.gpu = telemetry.summary()
+            running.end()
+        synchronize(engine.device)
+        samples.stage = "requests"
+        telemetry.start()
+        _run_timed(scheduler(), requests, load, samples, on_progress)
 
 
 def _run_timed(
@@ -222,7 +216,7 @@ def run_server_load(
     longest = max(requests, key=lambda request: request.length + request.left)
     server.prepare(Workload(batch_size=rows, input_len=longest.length, output_len=longest.left))
     arrivals = load.arrivals()
-    with Telemetry(server.device, server.plan.placement.gpus) as telemetry:
+    with Telemetry(server, samples) as telemetry:
         on_progress("warm-up", 0.0)
         ask(server, requests[0].prompt_ids, min(WARM_UP_TOKENS, requests[0].left))
         samples.stage = "requests"
@@ -244,5 +238,4 @@ def run_server_load(
                 samples.arrived[request.key] = moment if load.in_flight is None else answer.asked - began
         finally:
             pool.shutdown(cancel_futures=True)
-        samples.gpu = telemetry.summary()
     samples.received({request.key: job.result().tokens for job, request in zip(jobs, requests, strict=True)}, began)

@@ -17,7 +17,7 @@ from zinfer.core.progress import Progress
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
-from zinfer.record.measurement import Effective, Measurement, Status
+from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import failure_of
 from zinfer.worker.process import WorkerDied, now, versions
@@ -172,47 +172,46 @@ def measure(session: Session, command: Measure) -> Measurement:
     from zinfer.worker.measure import measure as measure_passes
 
     case, samples, vocab_size = command.case, Samples(), session.plan.model.vocab_size
-    run: Callable[..., None] = measure_server if isinstance(session.engine, Server) else measure_passes
-    begin_point(session)
+    clock: Callable[..., None] = measure_server if isinstance(session.engine, Server) else measure_passes
 
     def enough(e2e_ms: Any) -> bool:
         spread = relative_half_width(e2e_ms)
         return spread is not None and spread <= command.tolerance
 
-    fields: dict[str, Any] = {}
-    try:
-        run(session.engine, case.workload, vocab_size, samples, command.repeats, enough, session.on_progress)
-    except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        fields = failure_of(error, samples.stage).recorded
-    taken = {name: getattr(samples, name) for name in ("ttft_ms", "step_ms", "gpu", "timeline")}
-    facts = session.facts.model_dump(exclude_unset=True)
-    return Measurement(case=case, **facts | taken | conditions(session, case, samples.status) | fields)
+    passes = partial(clock, session.engine, case.workload, vocab_size, samples, command.repeats, enough)
+    fields = recorded(session, case, samples, partial(passes, session.on_progress))
+    taken = {name: getattr(samples, name) for name in ("ttft_ms", "step_ms", "timeline")}
+    return Measurement(case=case, **fields | taken)
 
 
-def begin_point(session: Session) -> None:
-    """Free memory, reset its peaks, note the time; before a load's first point, measure several links."""
+def recorded(session: Session, case: Case, samples: Any, run: Callable[[], object]) -> dict[str, Any]:
+    """Run what takes `samples`; return what all records share.
+
+    These are memory, the placement of the weights, and the status, also of an exception. It differs from that of the
+    samples if the weights are not where the case wants them. Before a load's first point several links are measured.
+    """
     from zinfer.worker.probe import measure_links
 
-    session.engine.clear()  # it may keep the memory of the last batch for the next one
-    links = session.facts.all_links_bandwidth or measure_links(session.engine)
+    engine, failed = session.engine, dict[str, Any]()
+    engine.clear()  # it may keep the memory of the last batch for the next one
+    links = session.facts.all_links_bandwidth or measure_links(engine)
     session.facts = session.facts.model_copy(update={"started_at": now(), "all_links_bandwidth": links})
     gc.collect()
-    session.engine.reset_peak()
-
-
-def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
-    """Return what a point records at its end. Memory, the placement of the weights, and its status. It differs from
-    `status` if the weights are not where the case wants them."""
-    engine = session.engine
+    engine.reset_peak()
+    try:
+        run()
+    except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
+        failed = failure_of(error, samples.stage).recorded
     effective: Effective | None = engine.effective()  # None: a server's cannot be counted
-    fields: dict[str, Any] = {"effective": effective, "host_peak_bytes": engine.host_memory(), "status": status}
+    fields = session.facts.model_dump(exclude_unset=True) | {"gpu": samples.gpu, "status": samples.status}
+    fields |= {"effective": effective, "host_peak_bytes": engine.host_memory()}
     if (memory := engine.device_memory()) is not None:
         fields |= dict(zip(("gpu_peak_bytes", "gpu_used_bytes"), memory, strict=True))
     fields |= engine.described()
-    if status == "ok" and effective is not None:
+    if samples.status == "ok" and effective is not None:
         shortfall = not_as_asked(case, effective, engine.plan.model.streamed_bytes)
         fields |= {} if shortfall is None else {"status": "offload_not_effective", "error": shortfall}
-    return fields
+    return fields | failed
 
 
 def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str | None:

@@ -101,22 +101,23 @@ def cost(point: Point, gpu_hour_usd: float | None = None) -> Cost:
     return Cost(usd_per_mtok=usd, j_per_token=joules, method=method)
 
 
+def parse_quantity(text: str, factors: Mapping[str, float], what: str, least: float = 1e-15) -> float:
+    """Return a number times the factor of its unit; `what` says what to write. Raises EconomicsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]*)\s*", text)
+    value = 0.0 if match is None else float(match[1]) * factors.get(match[2], 0.0)
+    if not least <= value <= LARGEST:
+        raise EconomicsError(f"{text[:80]!r} is not {what}")
+    return value
+
+
 def parse_seconds(text: str) -> float:
     """Return the seconds of ``8h``, ``30 min``, ``2s`` or ``250ms``. Raises EconomicsError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|h|d|day)\s*", text)
-    value = 0.0 if match is None else float(match[1]) * _SECONDS[match[2]]
-    if not 0 < value <= LARGEST:
-        raise EconomicsError(f"{text[:80]!r} is not a duration: write 8h, 30min, 2s or 250ms")
-    return value
+    return parse_quantity(text, _SECONDS, "a duration: write 8h, 30min, 2s or 250ms")
 
 
 def parse_count(text: str) -> int:
     """Return the number of ``100k`` or ``2500``. Raises EconomicsError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMG]?)\s*", text)
-    number = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
-    if not 1 <= number <= LARGEST:
-        raise EconomicsError(f"{text[:80]!r} is not a number of prompts: write 2500, 100k or 2M")
-    return round(number)
+    return round(parse_quantity(text, _PREFIXES, "a number of prompts: write 2500, 100k or 2M", least=1))
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from zinfer.analysis import group
-from zinfer.analysis.economics import LARGEST, Cost, EconomicsError, Fleet, Point, cost, parse_seconds
+from zinfer.analysis.economics import Cost, EconomicsError, Fleet, Point, cost, parse_quantity, parse_seconds
 from zinfer.analysis.rates import exact, lossy
 from zinfer.core.errors import ZinferError
 from zinfer.core.units import duration, figures
@@ -108,7 +108,8 @@ def parse(text: str) -> Sla:
         worst = "min" if sign == ">=" else "max"
         raise SlaError(f"{text!r} would hold for the best sample alone: write {worst}, mean, or p50 to p99")
     try:
-        bound = parse_seconds(value) if metric in TIMES else _rate(value)
+        rate = {"": 1.0, "tok/s": 1.0}, "a rate: write 30 or 30tok/s"
+        bound = parse_seconds(value) if metric in TIMES else parse_quantity(value, *rate)
     except ValueError as error:
         raise SlaError(f"{text!r}: {error}") from None
     return Sla(metric=metric, statistic=statistic, at_most=sign == "<=", bound=bound)
@@ -160,13 +161,6 @@ def samples(point: Point, metric: Metric) -> Sequence[float]:
 def needed(statistic: str) -> int:
     """Return the smallest number of samples whose percentile is not their worst."""
     return ceil(1 / (1 - int(statistic[1:]) / 100) - 1e-9)
-
-
-def _rate(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:tok/s)?\s*", text)
-    if match is None or not 0 < float(match[1]) <= LARGEST:
-        raise ValueError(f"{text[:80]!r} is not a rate: write 30 or 30tok/s")
-    return float(match[1])
 
 
 def _amount(metric: Metric, value: float) -> str:

@@ -28,11 +28,7 @@ FIGURES = (*figures.FIGURES, "reuse")
 @option("--format forms", words("", get_args(style.Format)), "Formats.", default="png,svg")
 @option("--figure wanted", words("", (*FIGURES, ALL)), "Figures.  [default: all]")
 def command(
-    results: Path | None,
-    machine: str | None,
-    output: Path,
-    forms: Sequence[style.Format],
-    wanted: Sequence[str] | None,
+    results: Path | None, machine: str | None, output: Path, forms: Sequence[style.Format], wanted: Sequence[str] | None
 ) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
     show throughput over batch size, latency over throughput, throughput over the weights on the GPU where three budgets

@@ -64,11 +64,7 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
     "DISTRIBUTION",
 )
 @option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
-@option(
-    "--concurrency --in-flight in_flight",
-    IN_FLIGHT,
-    "Requests at a time.  [default: auto, all that fit]",
-)
+@option("--concurrency --in-flight in_flight", IN_FLIGHT, "Requests at a time.  [default: auto, all that fit]")
 @option("--request-rate", RATES, "Requests a second, at random; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")

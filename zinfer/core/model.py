@@ -184,7 +184,7 @@ class ModelSpec(Shape):
         return _interpolated(shares, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
 
     def hits(self, cached: float, tokens: int) -> float:
-        """Return the hit rate of a cache of this share of experts, as recorded."""
+        """Return the hit rate of a cache of a share of experts."""
         rates = []
         for step, rows in group_by(sorted(self.routing.hits if self.routing else ()), lambda row: row[0]).items():
             by_size = [(0.0, 0.0), *((size, hits) for _, size, hits in rows), (1.0, 1.0)]

@@ -16,16 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 
 from zinfer.checkpoint.resolve import catalogue_name
 from zinfer.core.case import MAX_COUNT, Case, LoadFormat, Workload, resident_bytes
-from zinfer.core.engine import (
-    ENGINES,
-    Offload,
-    Option,
-    Options,
-    conflict,
-    draft_model,
-    has_option,
-    resolve_options,
-)
+from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, has_option, resolve_options
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
 from zinfer.core.requests import ONLY_NUMBERS, InFlight, LengthDistribution, Order, RequestCount, RequestRate

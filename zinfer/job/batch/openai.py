@@ -18,19 +18,8 @@ from typing import Any, NamedTuple
 
 from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal
-from zinfer.job.openai import (
-    CHAT,
-    COMPLETIONS,
-    Asked,
-    Refused,
-    answer_limit,
-    check_tokens,
-    choice_object,
-    completion_object,
-    error_object,
-    read_body,
-    usage_object,
-)
+from zinfer.job import openai
+from zinfer.job.openai import CHAT, COMPLETIONS, Asked, Refused
 from zinfer.job.structure import PLAIN, Form
 from zinfer.record.jsonl import Garbled
 from zinfer.system.documents import DocumentError, parse_json
@@ -128,7 +117,7 @@ def _line(key: str, custom_id: str | None, fields: dict[str, Any], number: int, 
         raise Refused("invalid_url", f"url must be {COMPLETIONS} or {CHAT}", "url")
     if not isinstance(body, dict):
         raise Refused("missing_required_parameter", "the line has no body, or it is not an object", "body")
-    asked = read_body(body, chat=url == CHAT, form=form)
+    asked = openai.read_body(body, chat=url == CHAT, form=form)
     return BatchLine(f"batch_req_{key}", custom_id, asked._replace(seed=asked.seed or key))
 
 
@@ -149,8 +138,8 @@ def requests_of(
         try:
             if isinstance(prompt, Refusal):
                 raise Refused(*prompt)
-            check_tokens(line.asked.sampling, vocab_size)
-            limit = answer_limit(line.asked.output_len, len(prompt), positions, output_len)
+            openai.check_tokens(line.asked.sampling, vocab_size)
+            limit = openai.answer_limit(line.asked.output_len, len(prompt), positions, output_len)
         except Refused as refused:
             faults.append(_fault(line, refused.code, str(refused)))
             continue
@@ -192,15 +181,15 @@ def answer(
     """Return the output object of a continued line. `tokens` are the prompt's and the answer's."""
     parsed = line.asked.parser(prompt_ids).add(text, ended=True)
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
-    identity, choices = f"{'chatcmpl' if chat else 'cmpl'}-{key}", [choice_object(0, chat, parsed, finish_reason)]
-    body = completion_object(identity, created, model, chat, choices, usage=usage_object(tokens))
+    identity, choice = f"{'chatcmpl' if chat else 'cmpl'}-{key}", openai.choice_object(0, chat, parsed, finish_reason)
+    body = openai.completion_object(identity, created, model, chat, [choice], usage=openai.usage_object(tokens))
     return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
     """Return the output object of a line that cannot be served: status 400, and `error` for other programs."""
     key = fault.id.removeprefix("batch_req_")
-    body = error_object(fault.message, fault.code, fault.param)
+    body = openai.error_object(fault.message, fault.code, fault.param)
     response = {"status_code": 400, "request_id": f"req_{key}", "body": body}
     return _output(fault.id, fault.custom_id, response, {"code": fault.code, "message": fault.message})
 

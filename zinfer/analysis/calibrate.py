@@ -86,10 +86,8 @@ class FitPoint:
         one_link, all_links = self.point.link_bandwidth, self.point.all_links_bandwidth
         rates = {"h2d_bandwidth": one_link} if one_link and self.placement.pinned else {}
         if all_links:  # all read one memory
-            rates |= {
-                "links_bandwidth": all_links,
-                "host_bandwidth": max(all_links, self.machine.host_bandwidth or 0.0),
-            }
+            memory = max(all_links, self.machine.host_bandwidth or 0.0)
+            rates |= {"links_bandwidth": all_links, "host_bandwidth": memory}
         return self.machine.model_copy(update=rates)
 
     @cached_property

@@ -3,30 +3,31 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
 
-from zinfer.analysis import rates, requests
-from zinfer.analysis.economics import Point
+from zinfer.analysis import rates, reproduce, requests
+from zinfer.analysis.economics import Point, cost, fleet, parse_demand
 from zinfer.analysis.group import Group, Points, groups
 from zinfer.analysis.rates import Edge
 from zinfer.analysis.requests import RequestGroup, RequestRates
-from zinfer.analysis.sla import Decision
+from zinfer.analysis.sla import Decision, Objective, decide, parse
 from zinfer.checkpoint.resolve import is_wanted
-from zinfer.commands import decision
-from zinfer.commands.decision import point_row
 from zinfer.commands.options import SHARE, option, price, repeatable
 from zinfer.commands.out import Table, cell, console, say, table_of
 from zinfer.commands.results import choose, results_options, usable
 from zinfer.commands.verb import Failure, Verb
 from zinfer.core.case import Case
 from zinfer.core.errors import NOTHING
-from zinfer.core.units import counted, figures, gib, milliseconds
+from zinfer.core.units import counted, duration, figures, gib, milliseconds
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
+from zinfer.record.stats import ci95_half_width
 
 Answers = dict[Group | RequestGroup, Decision]
+ACCURACY = "`zinfer study accuracy` tells how far its text differs"
 SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
 REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
@@ -67,7 +68,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
         names = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*equal_groups, *loads)}))
         raise Failure(f"no usable point of {model} in {chosen.path}; there are {names}", NOTHING)
     ranks = {group: requests.ranked(points) for group, points in served.items()}
-    question = decision.question(**asked)
+    question = _question(**asked)
     answers: Answers = {}
     if question is not None:
         means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
@@ -78,7 +79,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
         summaries = [_summary(group, points) for group, points in wanted.items()]
         summaries += [_request_summary(group, rows) for group, rows in ranks.items()]
         for summary, answer in zip(summaries, answers.values(), strict=False):
-            summary["decision"] = decision.row(answer)
+            summary["decision"] = _decision_row(answer)
         click.echo(json.dumps(summaries, indent=1))
     else:
         _print(wanted, served, ranks, answers)
@@ -110,14 +111,14 @@ def _print(
 
 def _name(title: str, point: Point, told: str, alike: str) -> None:
     say(f"Best of {title}: {told}" + f"\n{alike}" * bool(alike))
-    decision.show_commands(point)
+    _show_commands(point)
 
 
 def _print_points(group: Group, points: Points, answer: Decision | None) -> Sequence[str]:
     """Print a group; return what to be careful about."""
     winner = rates.winner(points)
     if answer is not None:
-        decision.show(answer)
+        _show(answer)
     elif winner is None:
         say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
     else:
@@ -130,10 +131,10 @@ def _print_points(group: Group, points: Points, answer: Decision | None) -> Sequ
     exact = not winner.case.lossy
     console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
     if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
-        say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+        say(f"Lossy settings, ranked apart: {ACCURACY}.")
         console().print(_table(tops, edges))
     elif not exact:
-        say(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
+        say(f"Every setting that succeeded is lossy: {ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
             load_points = [point for point in points if point.case.load == edge.load]
@@ -164,7 +165,7 @@ def _print_requests(
 ) -> Sequence[str]:
     """Print a group of loads; return what to be careful about."""
     if answer is not None and rows:
-        decision.show(answer)
+        _show(answer)
     elif rows:
         first, *others = rows
         point, e2e = first.point, first.point.summary("e2e_ms")
@@ -182,7 +183,7 @@ def _print_requests(
         return ()
     console().print(_request_table(rows))
     if any(row.point.case.lossy for row in rows):
-        say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+        say(f"Lossy settings, ranked apart: {ACCURACY}.")
     single = sum(len(row.rates) == 1 for row in rows)
     some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
     once = [f"{some} measured once, so that the noise is unknown: differences may be chance."]
@@ -213,7 +214,7 @@ def _request_table(rows: list[RequestRates]) -> Table:
 
 def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str, Any]:
     by_load = [
-        (point_row(row.point) or {})
+        (_point_row(row.point) or {})
         | {"lossy": row.point.case.lossy, "loads": len(row.rates)}
         | {"output_tok_s": row.mean, "output_tok_s_of_loads": row.rates}
         | {name: getattr(row.point, name) for name in ("steady_tok_s", "drafts_right")}
@@ -226,9 +227,9 @@ def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str,
 def _summary(group: Group, points: Points) -> dict[str, Any]:
     return {
         **group.model_dump(),
-        "best": point_row(rates.winner(points)),
-        "best_by_load": [point_row(point) for point in rates.best_by_load(rates.exact(points))],
-        "lossy_by_load": [point_row(point) for point in rates.best_by_load(rates.lossy(points))],
+        "best": _point_row(rates.winner(points)),
+        "best_by_load": [_point_row(point) for point in rates.best_by_load(rates.exact(points))],
+        "lossy_by_load": [_point_row(point) for point in rates.best_by_load(rates.lossy(points))],
         "offload": [
             {"engine": verdict.engine, "offload": verdict.offload, "gain": verdict.gain}
             | {"verdict": verdict.change and verdict.change.verdict, "words": verdict.text}
@@ -239,4 +240,133 @@ def _summary(group: Group, points: Points) -> dict[str, Any]:
             | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}
             for edge in rates.edges(points)
         ],
+    }
+
+
+def _question(
+    levels: tuple[str, ...],
+    objective: Objective,
+    demand: str | None,
+    deadline: str | None,
+    utilisation: float,
+    spare: int,
+    gpu_hour_usd: float | None,
+) -> Callable[..., Decision] | None:
+    """Return what decides for points by the options, or None. Raises UsageError or EconomicsError."""
+    if deadline is not None and demand is None:
+        raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
+    if not (levels or demand or gpu_hour_usd is not None or objective != "throughput"):
+        return None
+    needed = None if demand is None else parse_demand(demand, deadline)
+    slas = tuple(map(parse, levels))
+
+    def answer(points: Sequence[Point], **rate: Any) -> Decision:
+        decision = decide(points, slas, objective, gpu_hour_usd, **rate)
+        if needed is None or (point := decision.point) is None:
+            return decision
+        alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
+        if deadline is not None and alone_s > needed[1]:
+            return decision.model_copy(update={"too_slow": alone_s})
+        return decision.model_copy(update={"fleet": fleet(point, *needed, utilisation, spare)})
+
+    return answer
+
+
+def lines(decision: Decision, noun: str = "point") -> list[str]:
+    """Return the answer in a few lines: of points, or as `noun` says of plans."""
+    point = decision.point
+    shown, predicted = point or decision.nearest, noun == "plan"
+    if shown is None:
+        return [f"No {noun} is usable."]
+    levels = []
+    for check in decision.kept:
+        text = f"{check.sla.describe()}: predicted {check.value}" if predicted else check.describe()
+        levels.append(f"  {text}{check.missed}")
+    if point is None:
+        return [f"No {noun} of {decision.usable} keeps every level. The nearest is {_named(shown)}:", *levels]
+    rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"
+    choice = f"{decision.keeping} of {counted(decision.usable, noun)} to choose from"
+    head = f"Best by {decision.objective}, {choice}: {_named(point)}{rate}"
+    return [head, *levels, *(f"  {line}" for line in _costs(decision))]
+
+
+def _show(decision: Decision) -> None:
+    """Print the answer in a few lines."""
+    say("\n".join(lines(decision)))
+    if decision.point is not None:
+        _show_commands(decision.point)
+    if decision.lossy is not None:
+        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
+
+
+def _show_commands(point: Point) -> None:
+    """Print the commands that use and that measure a point."""
+    again, use = reproduce.commands(point)
+    click.echo(f"  use it:     {use}\n  reproduce:  {again}")
+
+
+def _costs(decision: Decision) -> list[str]:
+    cost, machines, point = decision.cost, decision.fleet, decision.point
+    lines = []
+    if cost is not None and cost.usd_per_mtok is not None:
+        lines.append(f"{figures(cost.usd_per_mtok)} USD a million output tokens")
+    if cost is not None and cost.j_per_token is not None:
+        lines.append(f"{figures(cost.j_per_token)} J an output token ({cost.method})")
+    if decision.too_slow is not None:
+        unit = "one batch" if isinstance(point, Measurement) else "a request"
+        lines.append(f"{unit} takes {duration(decision.too_slow)}, longer than --deadline: no number of GPUs keeps it")
+    elif machines is not None:
+        lines.append(
+            f"{figures(machines.tokens)} tokens in {duration(machines.seconds)}: {counted(machines.working, 'GPU')} at "
+            f"{machines.load:.0%} of {figures(machines.gpu_tok_s)} tok/s, {machines.spare} spare"
+        )
+    if lines and point is not None and point.case.layers is not None:
+        lines.append(f"all figures are for {counted(point.case.layers, 'layer')}, not for the model")
+    return lines
+
+
+def _named(point: Point) -> str:
+    if isinstance(point, Measurement):
+        return point.case.batch_label
+    return f"{point.case.label()}, {point.requests.loop}"
+
+
+def _decision_row(decision: Decision) -> dict[str, Any]:
+    """Return the answer as JSON: seconds, USD, J; null is unknown."""
+    machines = decision.fleet
+    return {
+        "objective": decision.objective,
+        **{name: _point_row(getattr(decision, name), decision.gpu_hour_usd) for name in ("point", "lossy", "nearest")},
+        "levels": [
+            {"level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok}
+            for check in decision.kept
+        ],
+        "keeping": decision.keeping,
+        "usable": decision.usable,
+        "fleet": machines and machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
+    }
+
+
+def _point_row(point: Point | None, gpu_hour_usd: float | None = None) -> dict[str, Any] | None:
+    """Return a point as JSON: configuration, rates, cost, commands; null is unknown."""
+    if point is None:
+        return None
+    case, paid = point.case, cost(point, gpu_hour_usd)
+    measured = point if isinstance(point, Measurement) else None
+    half_width = ci95_half_width(measured.output_tok_s_samples) if measured else None
+    names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")
+    again, use = reproduce.commands(point)
+    return {
+        "engine": case.engine,
+        "offload": case.offload,
+        "weights": case.weights,
+        "options": dict(case.options),
+        "batch_size": case.workload.batch_size if measured else None,
+        **{name: getattr(point, name, None) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
+        "output_tok_s_half_width": half_width,
+        "ttft_ms": measured.mean_ttft_ms if measured else None,
+        "usd_per_mtok": paid.usd_per_mtok,
+        "j_per_token": paid.j_per_token,
+        "command": again,
+        "use_command": use,
     }

@@ -16,7 +16,8 @@ from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.sla import parse
 from zinfer.analysis.study import routing_of
 from zinfer.checkpoint.resolve import resolve
-from zinfer.commands import catalogue, decision, options, ranking
+from zinfer.commands import catalogue, options, ranking
+from zinfer.commands.best import lines as decision_lines
 from zinfer.commands.options import option
 from zinfer.commands.out import cell, console, say, table_of
 from zinfer.commands.ranking import PlanGroup
@@ -137,7 +138,7 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
             lines = [advice(group.plans), *choices(group.plans), *records.servers(group)]
             lines += [*peers(group.plans), *_experts(group.plans), *left_out(group.plans)]
             lines += map(records.describe, group.plans)
-            lines += [] if group.answer is None else decision.lines(group.answer, "plan")
+            lines += [] if group.answer is None else decision_lines(group.answer, "plan")
             for line in filter(None, [*lines, question.describe(group.plan), question.assumption(group.machine)]):
                 say(line)
         click.echo()

@@ -7,7 +7,6 @@ the rows of a worker that failed, is the caller's.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from zinfer.job.signals import Signals
@@ -83,9 +82,7 @@ class Driver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """End the worker: in order, or at once after another's exception."""
         self.end(kill=error is not None and not isinstance(error, WorkerError))
 

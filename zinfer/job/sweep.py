@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from zinfer.checkpoint.source import Source, find
 from zinfer.core.case import Case
@@ -35,9 +35,7 @@ from zinfer.worker.process import Client, TaskFailed, Worker, WorkerDied, Worker
 from zinfer.worker.tasks import MeasureRequests
 
 # Statuses of recorded points that --resume does not measure again.
-FINAL: frozenset[Status] = frozenset(
-    {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
-)
+FINAL: frozenset[Status] = frozenset(get_args(Status)) - {"timeout", "crashed", "io_error", "cancelled"}
 Point = Measurement | RequestPoint
 
 

@@ -17,7 +17,7 @@ from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.measured import rate, rated, titled
 
 LOADS = 3  # loads of the model that a result needs behind it, not to be called a single run
-COLUMNS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")
+HEADS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")
 
 
 def document(findings: Findings) -> Document:
@@ -46,9 +46,7 @@ def _summary(findings: Findings) -> Iterator[Block]:
         yield Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.")
         yield Command("zinfer probe\nzinfer sweep --model bloom-176b --offload cpu\nzinfer report")
         return
-    yield Table(
-        "The fastest configuration of each workload; tok/s counts the output of the whole batch.", COLUMNS, rows
-    )
+    yield Table("The fastest configuration of each workload; tok/s counts the output of the whole batch.", HEADS, rows)
     decided: dict[tuple[str, str], WorkloadFindings] = {}
     for workload in findings.main:
         if alternatives(workload.points):

@@ -154,24 +154,23 @@ class AppendLog(Closing):
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         with ExitStack() as undo:
-            undo.callback(lines.close)
-            if not stat.S_ISREG(os.fstat(lines._descriptor).st_mode):
+            undo.callback(os.close, descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise StoreError(f"{path} is not a regular file; name another file with --output")
             try:
                 # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
-                fcntl.flock(lines._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 wait = f"another zinfer is writing {path}; wait for it, or name another file with --output"
                 held = isinstance(error, BlockingIOError)
                 raise StoreError(wait if held else f"cannot lock {path}: {error.strerror}") from error
-            lines._end = os.fstat(lines._descriptor).st_size
             atomic.sync_folder(path.parent)
             undo.pop_all()
-        return lines
+        return cls(path, descriptor)
 
     def append_lines(self, *lines: bytes) -> None:
         """Append lines, without newlines, and wait for the disk. Nothing of them stays after a StoreError."""

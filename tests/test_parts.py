@@ -41,7 +41,7 @@ class Stamped(FakeWorker):
         return point.model_copy(update={"started_at": f"{next(COUNTED):09}"})
 
 
-def fake_machine(_nvme_path: str | None) -> Machine:
+def fake_machine(*_limits: object) -> Machine:
     return MACHINE
 
 
@@ -50,7 +50,8 @@ def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None =
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", fake_machine)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        return _measure(plan, output, False, {"yes": True, "resume": True, "force": True, "nvme_path": None}, shard)
+        how = dict.fromkeys(("yes", "resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
+        return _measure(plan, output, False, how, shard)
 
 
 def summary(records: Records) -> list[Any]:

@@ -35,27 +35,11 @@ from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
 from zinfer.system.documents import DocumentError
+from zinfer.worker import tasks
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked
-from zinfer.worker.tasks import (
-    TASKS,
-    BatchStart,
-    BatchStarted,
-    BatchStep,
-    BatchStepped,
-    Command,
-    Facts,
-    Load,
-    LogitsCompare,
-    LogitsCompared,
-    LogitsFile,
-    LogitsRecord,
-    LogitsRecorded,
-    Measure,
-    MeasureRequests,
-    PrefixReuse,
-)
+from zinfer.worker.tasks import TASKS, BatchStart, BatchStep, Command, Facts, Load, PrefixReuse
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -70,6 +54,10 @@ def start(asked: Case) -> InlineWorker:
     return worker
 
 
+def measured(asked: Case, repeats: int = 1, tolerance: float = 0.02) -> Measurement:
+    return start(asked).measure(asked, repeats=repeats, tolerance=tolerance)
+
+
 def spawn(asked: Case) -> Worker:
     """Load the fake engine in a process of its own."""
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
@@ -79,32 +67,22 @@ def spawn(asked: Case) -> Worker:
 
 @pytest.mark.usefixtures("executed")
 def test_a_point_holds_every_sample() -> None:
-    notices: list[str] = []
-    loads: list[tuple[int, float]] = []
-    worker = Worker(
-        TARGET,
-        timeout_s=PATIENCE_S,
-        on_progress=lambda what, _share: notices.append(what),
-        on_loaded=lambda size, seconds: loads.append((size, seconds)),
-    )
+    notices, loads = list[str](), list[tuple[int, float]]()
+    heard: dict[str, Any] = {"on_progress": lambda what, _share: notices.append(what)}
+    worker = Worker(TARGET, timeout_s=PATIENCE_S, on_loaded=lambda *load: loads.append(load), **heard)
     worker.load(make_plan(case(), SPEC, MACHINE))
     point = worker.measure(case(2), repeats=3, tolerance=1e-9)
     worker.close()
-    assert point.status == "ok"
-    assert point.case == case(2)
-    assert len(point.ttft_ms) == len(point.step_ms) == 3
-    assert {len(steps) for steps in point.step_ms} == {2}
+    assert (point.status, point.case, len(point.ttft_ms)) == ("ok", case(2), 3)
+    assert [len(steps) for steps in point.step_ms] == [2] * 3
     assert point.effective is not None
     assert point.effective.streamed_bytes_per_step == 1000
-    assert point.link_bandwidth is not None
-    assert point.link_bandwidth > 0
+    assert (point.link_bandwidth or 0) > 0
     assert point.timeline == (Span(lane="copy", layer=0, start_ms=-0.5, end_ms=1.235),)
     assert {"python", "torch", "zinfer"} <= point.versions.keys()
-    assert point.host_peak_bytes is not None
-    assert point.host_peak_bytes > 1 << 27
+    assert (point.host_peak_bytes or 0) > 1 << 27
     assert "starting" in notices
-    assert loads == [(SPEC.weight_bytes, point.load_s)]
-    assert point.load_bytes == SPEC.weight_bytes
+    assert loads == [(point.load_bytes, point.load_s)] == [(SPEC.weight_bytes, point.load_s)]
 
 
 @pytest.mark.parametrize(("target", "raised"), [(TARGET, None), ("tests.fakes:Missing", AttributeError)])
@@ -124,10 +102,7 @@ def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(
 
 
 def test_repeats_end_when_the_spread_is_small() -> None:
-    worker = start(case(step_ms=5.0))
-    point = worker.measure(case(1, step_ms=5.0), repeats=50, tolerance=100.0)
-    worker.close()
-    assert 2 <= len(point.ttft_ms) < 50
+    assert 2 <= len(measured(case(step_ms=5.0), repeats=50, tolerance=100.0).ttft_ms) < 50
 
 
 @pytest.mark.parametrize(
@@ -146,48 +121,38 @@ def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str,
     assert failed.status == status
     assert failed.error is None or "\n" not in failed.error
     assert worker.measure(case(2, fail=fail, at_batch=4), repeats=1, tolerance=0.02).status == "ok"
-    worker.close()
 
 
 @pytest.mark.parametrize("fail", ["oom_gpu", "error"])
 def test_a_trace_that_fails_costs_no_sample(fail: str) -> None:
-    asked = case(4, fail=fail, stage="timeline")
-    worker = start(asked)
-    point = worker.measure(asked, repeats=2, tolerance=1e-9)
-    worker.close()
+    point = measured(case(4, fail=fail, stage="timeline"), repeats=2, tolerance=1e-9)
     assert (point.status, point.error, len(point.ttft_ms), point.timeline) == ("ok", None, 2, ())
 
 
 @pytest.mark.parametrize(
     ("gpu_weights", "resident", "streamed", "shortfall", "words"),
     [
-        (None, 0, 100, None, None),
+        (None, 0, 100, None, "None"),
         (None, 0, 0, None, "no weight is streamed"),
-        ("auto", 100, 0, None, None),
-        ("50%", 50, 50, None, None),
+        ("auto", 100, 0, None, "None"),
+        ("50%", 50, 50, None, "None"),
         ("50%", 100, 0, None, "no weight is streamed"),
-        ("100%", 100, 0, None, None),
+        ("100%", 100, 0, None, "None"),
         ("50%", 50, 50, "the library took more", "the library took more"),
     ],
 )
 def test_effective_placement_is_compared_with_the_request(
-    gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str | None
+    gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str
 ) -> None:
-    asked = case().model_copy(update={"offload": "cpu", "gpu_weights": gpu_weights})
-    reason = not_as_asked(
-        asked,
-        Effective(
-            gpu_weight_bytes=resident, host_weight_bytes=100, streamed_bytes_per_step=streamed, shortfall=shortfall
-        ),
-    )
-    assert (reason is None) == (words is None)
-    assert words is None or words in str(reason)
+    weights = {"gpu_weight_bytes": resident, "host_weight_bytes": 100, "streamed_bytes_per_step": streamed}
+    asked = case().model_copy(update={"gpu_weights": gpu_weights})
+    reason = not_as_asked(asked, Effective(**weights, shortfall=shortfall))
+    assert (reason is None) == (words == "None")
+    assert words in str(reason)
 
 
 def test_offload_that_streams_nothing_is_not_ok() -> None:
-    worker = start(case(fail="idle"))
-    assert worker.measure(case(fail="idle"), repeats=1, tolerance=0.02).status == "offload_not_effective"
-    worker.close()
+    assert measured(case(fail="idle")).status == "offload_not_effective"
 
 
 @pytest.mark.parametrize(
@@ -201,15 +166,8 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
 )
 def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, message: str, stage: str) -> None:
     asked = case(fail=fail, stage=stage)
-    worker = Worker(TARGET, timeout_s=PATIENCE_S)
-
-    def load_and_measure() -> None:
-        worker.load(make_plan(asked, SPEC, MACHINE))
-        worker.measure(asked, repeats=1, tolerance=0.02)
-
     with pytest.raises(WorkerDied, match=message) as death:
-        load_and_measure()
-    worker.close()
+        spawn(asked).measure(asked, repeats=1, tolerance=0.02)
     assert death.value.status == "crashed"
 
 
@@ -301,16 +259,11 @@ def test_no_other_weights_are_loaded_than_those_of_the_start(
     if when == "before":
         change()
     asked = case().model_copy(update={"load_format": "safetensors"})
-    worker = InlineWorker(make, revision=source.revision)
-    plan = make_plan(asked, source.spec, MACHINE)
-    if when == "never":
-        worker.load(plan)
-    else:
-        with pytest.raises(TaskFailed) as refused:
-            worker.load(plan)
+    with nullcontext() if when == "never" else pytest.raises(TaskFailed) as refused:
+        InlineWorker(make, revision=source.revision).load(make_plan(asked, source.spec, MACHINE))
+    if refused is not None:
         assert refused.value.status == "io_error"
         assert str(refused.value) == f"{folder} does not hold the weights of the start any more: start anew"
-    worker.close()
 
 
 def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
@@ -350,44 +303,37 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
 
 
 def test_one_output_token_still_shows_what_a_step_streams() -> None:
-    asked = case().model_copy(update={"workload": Workload(batch_size=1, input_len=4, output_len=1)})
-    worker = start(asked)
-    point = worker.measure(asked, repeats=1, tolerance=0.02)
-    worker.close()
+    point = measured(case().model_copy(update={"workload": Workload(batch_size=1, input_len=4, output_len=1)}))
     assert (point.status, point.step_ms) == ("ok", ((),))
 
 
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
+LOGITS = tasks.LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
 MESSAGES: dict[str, tuple[Command[Any], Frozen]] = {
     "load": (Load(target=TARGET, plan=PLAN), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
-    "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), POINT),
+    "measure": (tasks.Measure(case=case(2), repeats=3, tolerance=0.02), POINT),
     "measure_requests": (
-        MeasureRequests(case=case(), load=LOAD, requests=[], input_lens=[2]),
+        tasks.MeasureRequests(case=case(), load=LOAD, requests=[], input_lens=[2]),
         RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test"),
     ),
-    "batch_start": (
-        BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
-        BatchStarted(positions=64),
-    ),
+    "batch_start": (BatchStart(load=case().workload, rows=3), tasks.BatchStarted(positions=64)),
     "batch_step": (
         BatchStep(drop=[7]),
-        BatchStepped(passes=1, seconds=0.5, rows=[Update(key=1, tokens=[], finish_reason="stop", text="a")]),
+        tasks.BatchStepped(passes=1, seconds=0.5, rows=[Update(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
     "prefix_reuse": (
         PrefixReuse(context=9, new_tokens=2, repeats=1),
         Reload(context=9, new_tokens=2, recompute_ms=(1.0,), memory_ms=(0.5,), kept_bytes=7, same_token=True),
     ),
     "logits_record": (
-        LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
-        LogitsRecorded(tokens=[[4]], logits=LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))),
+        tasks.LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
+        tasks.LogitsRecorded(tokens=[[4]], logits=LOGITS),
     ),
     "logits_compare": (
-        LogitsCompare(
-            prompts=[[1]], tokens=[[4]], first=0, logits=LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
-        ),
-        LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]),
+        tasks.LogitsCompare(prompts=[[1]], tokens=[[4]], first=0, logits=LOGITS),
+        tasks.LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]),
     ),
 }
 

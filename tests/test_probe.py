@@ -232,7 +232,8 @@ def test_a_gpu_that_answers_little_is_still_described() -> None:
 
 def test_nvml_is_closed_after_use(monkeypatch: Patch) -> None:
     """A process forked with NVML open reads no driver. Its results would have other settings."""
-    nvml = FakeNvml(nvmlSystemGetDriverVersion=lambda: nvml.opened and "580.1")
+    nvml = FakeNvml()
+    nvml.nvmlSystemGetDriverVersion = lambda: nvml.opened and "580.1"
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert versions("stream")["driver"] == "580.1"
     assert nvml.opened == 0

@@ -144,7 +144,11 @@ def test_a_trace_that_fails_costs_no_sample(fail: str) -> None:
 def test_effective_placement_is_compared_with_the_request(
     gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str
 ) -> None:
-    weights = {"gpu_weight_bytes": resident, "host_weight_bytes": 100, "streamed_bytes_per_step": streamed}
+    weights: dict[str, Any] = {
+        "gpu_weight_bytes": resident,
+        "host_weight_bytes": 100,
+        "streamed_bytes_per_step": streamed,
+    }
     asked = case().model_copy(update={"gpu_weights": gpu_weights})
     reason = not_as_asked(asked, Effective(**weights, shortfall=shortfall))
     assert (reason is None) == (words == "None")

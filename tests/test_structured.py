@@ -2,8 +2,9 @@
 
 import json
 import random
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,15 @@ def by_schema(schema: dict[str, Any]) -> str:
     return structure.grammar(structure.PLAIN, structure.json_schema(schema), (), False)
 
 
+@pytest.fixture
+def finish(engine: Engine, tokenizer: Tokenizer) -> Callable[..., list[Row]]:
+    """Return a function that runs rows, which come in these groups, to their ends."""
+    return lambda *groups: run(ContinuousScheduler(engine, tokenizer, LOAD), list(groups))
+
+
+Finish = Callable[..., list[Row]]
+
+
 def rows_of(grammars: Sequence[str], seed: int, **sampling: Any) -> list[Row]:
     """Return rows with these grammars; "" is none."""
     dice = random.Random(seed)
@@ -91,7 +101,7 @@ DRAWN = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1}
     ("count", "sampling"), [(16, {}), *(pytest.param(200, how, marks=pytest.mark.slow) for how in ({}, DRAWN))]
 )
 def test_answers_to_random_schemas_validate(
-    count: int, sampling: dict[str, Any], engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch
+    count: int, sampling: dict[str, Any], finish: Finish, monkeypatch: Patch
 ) -> None:
     """Rows with a grammar and without run side by side; those without get the tokens that they get alone."""
     small(monkeypatch)
@@ -100,42 +110,40 @@ def test_answers_to_random_schemas_validate(
         schemas = [structured.schema(dice) for _ in range(8)]
         texts = [text for schema in schemas for text in (by_schema(schema), "")][:15]
         rows = rows_of(texts, start, **sampling)
-        run(ContinuousScheduler(engine, tokenizer, LOAD), [rows[:4], rows[4:]])
+        finish(rows[:4], rows[4:])
         assert [row.error for row in rows] == [None] * 15
         for row in rows:
             if row.sampling.grammar and row.finish_reason == "stop":
                 jsonschema.validate(json.loads(row.text), schemas[row.key // 2])
                 whole += 1
-        plain = [row for row in rows_of(texts, start, **sampling) if not row.sampling.grammar]
-        run(ContinuousScheduler(engine, tokenizer, LOAD), [plain])
+        plain = finish([row for row in rows_of(texts, start, **sampling) if not row.sampling.grammar])
         assert [rows[row.key].output_ids for row in plain] == [row.output_ids for row in plain]
     assert whole > 0.9 * count, "others have their limit"
 
 
-def test_drafts_do_not_change_what_a_grammar_permits(engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+def test_drafts_do_not_change_what_a_grammar_permits(
+    engine: Engine, tokenizer: Tokenizer, finish: Finish, monkeypatch: Patch
+) -> None:
     """Drafts are right, wrong, or not permitted at all."""
     small(monkeypatch)
     dice = random.Random(2)
     texts = [by_schema(structured.schema(dice)) if number % 3 else "" for number in range(9)]
-    alone = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of(texts, 1)])
+    alone = finish(rows_of(texts, 1))
     assert all(row.error is None for row in alone)
     expected = {row.key: (list(row.prompt_ids), [*row.output_ids, 0, 0]) for row in alone}
     running = drafting(engine, monkeypatch, expected, 0.3)
     running._tokenizer = tokenizer
     running._grammars = grammar.Grammars(tokenizer, engine.plan.model.vocab_size)
     drafted = run(running, [rows_of(texts, 1)])
-    assert {row.key: (row.output_ids, row.text) for row in drafted} == {
-        row.key: (row.output_ids, row.text) for row in alone
-    }
+    assert [(row.output_ids, row.text) for row in drafted] == [(row.output_ids, row.text) for row in alone]
     assert running.drafts.accepted > 50
 
 
-def test_a_row_goes_on_within_its_grammar_after_a_kill(engine: Engine, tokenizer: Tokenizer) -> None:
-    (whole,) = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of([by_schema(CITY)], 3)])
+def test_a_row_goes_on_within_its_grammar_after_a_kill(finish: Finish) -> None:
+    (whole,), (again,) = finish(rows_of([by_schema(CITY)], 3)), rows_of([by_schema(CITY)], 3)
     assert len(whole.output_ids) > 8
-    (again,) = rows_of([by_schema(CITY)], 3)
     again.add(whole.output_ids[:5])
-    run(ContinuousScheduler(engine, tokenizer, LOAD), [[again]])
+    finish([again])
     assert (again.text, again.finish_reason) == (whole.text, "stop")
 
 
@@ -146,9 +154,7 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     ("fault", "message"), [("wrong", "unclosed group"), ("slow", "takes more than"), ("panic", "out of range")]
 )
-def test_a_faulty_grammar_ends_its_own_row_alone(
-    fault: str, message: str, engine: Engine, tokenizer: Tokenizer, monkeypatch: Patch
-) -> None:
+def test_a_faulty_grammar_ends_its_own_row_alone(fault: str, message: str, finish: Finish, monkeypatch: Patch) -> None:
     fill = grammar.Grammar.fill
 
     def panicking(it: grammar.Grammar, *how: Any) -> None:
@@ -162,7 +168,7 @@ def test_a_faulty_grammar_ends_its_own_row_alone(
         monkeypatch.setattr(grammar.Grammar, "fill", panicking)
     faulty = by_schema(CITY) if fault != "wrong" else json.dumps({"grammars": [structure.regex("(")]})
     texts = [faulty, "", *[by_schema(CITY)] * (fault == "wrong")]
-    rows = run(ContinuousScheduler(engine, tokenizer, LOAD), [rows_of(texts, 4)])
+    rows = finish(rows_of(texts, 4))
     assert message in str(rows[0].error)
     assert [row.error for row in rows[1:]] == [None] * (len(rows) - 1)
     assert len(rows[1].output_ids) == 12
@@ -327,12 +333,12 @@ def test_answers_are_taken_apart_whole_and_streamed(name: str) -> None:
     ],
 )
 def test_a_long_answer_is_not_read_from_its_beginning(form: Form, piece: str, part: str, monkeypatch: Patch) -> None:
-    parser, looked, before_a_stop = Parser(form, ("now",), [5]), 0, sequence.before_a_stop
+    parser, looked = Parser(form, ("now",), [5]), 0
 
     def counting(text: str, stops: tuple[str, ...]) -> str:
         nonlocal looked
         looked += len(text)
-        return before_a_stop(text, stops)
+        return sequence.before_a_stop(text, stops)
 
     monkeypatch.setattr(structure, "before_a_stop", counting)
     for _ in range(3000):
@@ -367,22 +373,21 @@ def test_a_hostile_answer_is_read_once(form: Form, text: str, monkeypatch: Patch
 
 
 def test_forms_are_seen_in_templates() -> None:
-    def form_of(template: str | None, think: int | None) -> Form:
-        return structure.form_of(Facts([], None, template, think))
+    def seen(template: str | None, think: int | None = None) -> Form:
+        return form_of(Facts([], None, template, think))
 
-    calls = {name: form_of(template, 9).calls for name, template in structured.TEMPLATES.items()}
+    calls = {name: seen(template, 9).calls for name, template in structured.TEMPLATES.items()}
     assert calls == {"plain": "none", "tags": "tags", "json": "json", "harmony": "harmony", "thinks": "none"}
-    assert form_of(structured.TEMPLATES["thinks"], 9) == Form("none", True, 9)
-    assert form_of("<tool_call><function=f><parameter=a>", None).calls == "none"
-    qwen = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}'
-    assert form_of(qwen, None).calls == "tags"
-    assert form_of(None, None) == Form()
+    assert seen(structured.TEMPLATES["thinks"], 9) == Form("none", True, 9)
+    assert seen("<tool_call><function=f><parameter=a>").calls == "none"
+    assert seen('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}').calls == "tags"
+    assert seen(None) == Form()
 
 
 # The server
 
 
-@pytest.fixture(scope="module", params=["plain", "tags", "json", "harmony", "thinks"])
+@pytest.fixture(scope="module", params=structured.TEMPLATES)
 def form(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -391,8 +396,7 @@ def form(request: pytest.FixtureRequest) -> Any:
 def server(form: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     plan = served_plan(structured.save(tmp_path_factory.mktemp(form), form))
     worker, tokenizer = InlineWorker(Stream), TokenizerProcess(plan.model)
-    known = form_of(tokenizer.facts)
-    with serving(plan, lambda: worker, tokenizer=tokenizer, form=known) as running:
+    with serving(plan, lambda: worker, tokenizer=tokenizer, form=form_of(tokenizer.facts)) as running:
         yield running
 
 
@@ -403,6 +407,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
+WEATHER = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
 HOW: dict[str, Any] = {"model": NAME, "messages": HI, "max_tokens": 90, "seed": 3}
 
 
@@ -410,6 +415,10 @@ class Trip(BaseModel):
     city: Literal["Oslo", "Rome"]
     days: int
     back: bool | None
+
+
+def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
 def without_thought(server: Server, form: str) -> dict[str, Any]:
@@ -427,19 +436,18 @@ def test_the_client_parses_answers_by_a_model(client: openai.OpenAI, form: str) 
     assert isinstance(trip.parsed, Trip)
     made = client.chat.completions.create(response_format={"type": "json_object"}, **HOW | {"max_tokens": 9})
     assert (made.choices[0].message.content or "").lstrip().startswith("{")
-    for asked, texts in {
-        "choice": ["yes", "no é"],
-        "regex": r"[ab]{3}/\d",
-        "grammar": 'root ::= "x" [0-9] "y"',
-    }.items():
-        answer = client.chat.completions.create(extra_body={"structured_outputs": {asked: texts}}, n=2, **HOW)
-        for choice in answer.choices:
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"choice": ["yes", "no é"]}, "yes|no é"),
+        ({"regex": r"[ab]{3}/\d"}, r"[ab]{3}/\d"),
+        ({"grammar": 'root ::= "x" [0-9] "y"'}, "x[0-9]y"),
+    ]
+    for structured_outputs, pattern in asked:
+        body = {"structured_outputs": structured_outputs}
+        for choice in client.chat.completions.create(extra_body=body, n=2, **HOW).choices:
             assert choice.finish_reason == "stop"
-            text = choice.message.content or ""
-            assert text in texts if asked == "choice" else len(text) == (5 if asked == "regex" else 3)
-    text = client.completions.create(
-        model=NAME, prompt=[5, 60], max_tokens=9, extra_body={"structured_outputs": {"choice": ["b", "c"]}}
-    )
+            assert re.fullmatch(pattern, choice.message.content or "")
+    body = {"structured_outputs": {"choice": ["b", "c"]}}
+    text = client.completions.create(model=NAME, prompt=[5, 60], max_tokens=9, extra_body=body)
     assert text.choices[0].text in ("b", "c")
 
 
@@ -448,19 +456,16 @@ def test_a_required_tool_is_called_whole_and_streamed(server: Server, client: op
         with pytest.raises(openai.BadRequestError, match="no form of calls"):
             client.chat.completions.create(tools=TOOLS, **HOW)
         return
-    tools: Any = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-    how = HOW | tools | without_thought(server, form)
+    how: Any = HOW | WEATHER | without_thought(server, form)
     choice = client.chat.completions.create(**how).choices[0]
     (call,) = choice.message.tool_calls
     assert (choice.finish_reason, call.function.name, choice.message.content) == ("tool_calls", "weather", None)
     jsonschema.validate(json.loads(call.function.arguments), CITY)
     with client.chat.completions.stream(**how) as stream:
-        events = list(stream)
+        assert any(event.type == "tool_calls.function.arguments.done" for event in stream)
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
-    assert final.message.tool_calls is not None
-    assert [it.function.arguments for it in final.message.tool_calls] == [call.function.arguments]
-    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
+    assert [it.function.arguments for it in final.message.tool_calls or ()] == [call.function.arguments]
     any_of = client.chat.completions.create(**how | {"tool_choice": "required", "parallel_tool_calls": False})
     if any_of.choices[0].finish_reason == "tool_calls":
         assert len(any_of.choices[0].message.tool_calls) == 1
@@ -474,9 +479,8 @@ def test_thoughts_are_told_apart(client: openai.OpenAI, form: str) -> None:
         pytest.skip("of models that think")
     asked = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"open": True}}
     whole = client.chat.completions.create(extra_body=asked, **HOW).choices[0]
-    pieces = [
-        event.choices[0].delta for event in client.chat.completions.create(extra_body=asked, stream=True, **HOW)
-    ]  # fmt: skip
+    events = client.chat.completions.create(extra_body=asked, stream=True, **HOW)
+    pieces = [event.choices[0].delta for event in events]
     assert "".join(getattr(it, "reasoning_content", None) or "" for it in pieces) == whole.message.reasoning_content
     assert "".join(it.content or "" for it in pieces) == whole.message.content
     assert whole.message.reasoning_content
@@ -488,16 +492,12 @@ def test_a_hostile_schema_is_refused_while_others_go_on(
     if form != "plain":
         pytest.skip("once is enough")
     monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
-    stream = client.completions.create(
-        model=NAME, prompt="a", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
-    )
-    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": FOREVER}}
-    status, answer, _ = server.ask("/v1/chat/completions", HOW | {"response_format": wrong})
-    assert status == 400, answer
-    assert "CPU time" in answer["error"]["message"]
+    more = {"ignore_eos": True}
+    stream = client.completions.create(model=NAME, prompt="a", max_tokens=40, stream=True, extra_body=more)
+    status, answer, _ = server.ask("/v1/chat/completions", HOW | formatted(FOREVER))
+    assert (status, "CPU time" in answer["error"]["message"]) == (400, True), answer
     assert sum(1 for _ in stream) > 1
-    good = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
-    assert server.ask("/v1/chat/completions", HOW | {"response_format": good})[0] == 200
+    assert server.ask("/v1/chat/completions", HOW | formatted(CITY))[0] == 200
     status, answer, _ = server.ask("/v1/completions", {"prompt": [5], "structured_outputs": {"regex": "("}})
     assert (status, "unclosed group" in answer["error"]["message"]) == (400, True)
 
@@ -518,8 +518,8 @@ def test_run_batch_and_python_take_grammars(tmp_path: Path, monkeypatch: Patch) 
     assert (wrong.returncode, "unclosed group" in wrong.stderr) == (2, True)
 
     bodies = [
-        {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}},
-        {"messages": HI, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"messages": HI} | formatted(CITY),
+        {"messages": HI} | WEATHER,
         {"messages": HI, "structured_outputs": {"regex": "("}},
     ]
     lines = [

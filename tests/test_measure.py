@@ -67,47 +67,38 @@ class Metronome(StepEngine):
         return Effective(gpu_weight_bytes=0)
 
 
-def run(engine: Metronome, samples: Samples, **how: Any) -> None:
+def run(engine: Metronome, repeats: int, samples: Samples | None = None, **how: Any) -> Samples:
+    """Measure; return the samples, which are added to those given."""
+    samples = samples or Samples()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(clock, "time", engine)
-            measure(engine, WORKLOAD, 64, samples, **how)
+            measure(engine, WORKLOAD, 64, samples, repeats=repeats, **how)
     finally:
         assert engine.batches == []
+    return samples
 
 
 @pytest.mark.parametrize(("warms", "steps"), [(3, 2), (4, 3), (9, 3)])
 def test_warm_up_lasts_while_steps_are_slower_but_no_longer_than_a_run(warms: int, steps: int) -> None:
-    engine, samples = Metronome(), Samples()
+    engine = Metronome()
     engine.warms = warms
-    run(engine, samples, repeats=1)
+    run(engine, 1)
     assert engine.calls == ["prefill", *(["decode"] * steps), "prefill", *(["decode"] * 3), "timeline"]
 
 
 def test_warm_up_is_not_timed_and_every_step_is() -> None:
-    engine, samples = Metronome(), Samples()
-    run(engine, samples, repeats=2)
-    assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2 + ["timeline"]
-    assert len(samples.timeline) == 1
-    assert samples.ttft_ms == pytest.approx([20, 20])
-    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
-    assert samples.step_ms[1] == pytest.approx((5.9, 6.0, 6.1))
-    point = Measurement(
-        case=CASE, status="ok", machine="m", ttft_ms=tuple(samples.ttft_ms), step_ms=tuple(samples.step_ms)
-    )
-    assert point.tpot_ms == pytest.approx(5.8)
-
-
-def test_the_clock_stands_still_between_a_step_and_the_next() -> None:
-    """Progress is reported there, which may wait for a pipe."""
-    engine, samples = Metronome(), Samples()
+    """The clock stands still between a step and the next: progress is reported there, which may wait for a pipe."""
+    engine = Metronome()
 
     def on_progress(_stage: str, _share: float) -> None:
         engine.seconds += 7
 
-    run(engine, samples, repeats=1, on_progress=on_progress)
-    assert samples.ttft_ms == pytest.approx([20])
-    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
+    samples = run(engine, 2, on_progress=on_progress)
+    assert engine.calls == ["prefill", *["decode"] * WARM_UP_STEPS] + ["prefill", *["decode"] * 3] * 2 + ["timeline"]
+    assert len(samples.timeline) == 1
+    assert samples.ttft_ms == pytest.approx([20, 20])
+    assert samples.step_ms == [pytest.approx((5.5, 5.6, 5.7)), pytest.approx((5.9, 6.0, 6.1))]
 
 
 class Lagging(Metronome):
@@ -134,12 +125,11 @@ class Lagging(Metronome):
 
 def test_work_counts_where_it_was_asked_for(monkeypatch: Patch) -> None:
     """TTFT ends when the first token exists, not when it is requested. So is each step's."""
-    engine, samples = Lagging(), Samples()
+    engine = Lagging()
     monkeypatch.setattr(clock, "synchronize", engine.synchronize)
-    run(engine, samples, repeats=2)
+    samples = run(engine, 2)
     assert samples.ttft_ms == pytest.approx([20, 20])
-    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
-    assert samples.step_ms[1] == pytest.approx((5.9, 6.0, 6.1))
+    assert samples.step_ms == [pytest.approx((5.5, 5.6, 5.7)), pytest.approx((5.9, 6.0, 6.1))]
     loop = DecodeLoop(engine, lambda logits: logits.argmax(-1))
     engine._logits("decode", STEP_S, 3)  # of somebody before
     prompt = prompts(WORKLOAD, 64)
@@ -162,15 +152,15 @@ def test_a_gpu_is_waited_for_on_the_stream_that_computes(monkeypatch: Patch) -> 
 @pytest.mark.parametrize("nan_at", [4, 5, 7])
 def test_output_that_is_no_number_ends_it(nan_at: int) -> None:
     """NaN in the prefill, a step, or the first run's last step."""
-    engine, samples = Metronome(), Samples()
+    engine = Metronome()
     engine.nan_at = nan_at
-    run(engine, samples, repeats=2)
+    samples = run(engine, 2)
     assert (samples.status, samples.ttft_ms, samples.step_ms, len(engine.calls)) == ("nan_output", [], [], 7)
 
 
 def test_zero_repeats_only_try_the_batch() -> None:
-    engine, samples = Metronome(), Samples()
-    run(engine, samples, repeats=0)
+    engine = Metronome()
+    samples = run(engine, 0)
     assert (samples.status, samples.ttft_ms, samples.timeline) == ("ok", [], ())
     assert engine.calls == ["prefill", "decode", "decode"]
 
@@ -180,30 +170,27 @@ def test_samples_before_an_error_stay(raise_at: int, stage: str, kept: int) -> N
     engine, samples = Metronome(), Samples()
     engine.raise_at = raise_at
     with pytest.raises(torch.OutOfMemoryError):
-        run(engine, samples, repeats=3)
+        run(engine, 3, samples)
     assert samples.stage == stage
     assert len(samples.ttft_ms) == len(samples.step_ms) == kept
 
 
 def test_repeats_stop_when_enough() -> None:
-    engine, samples = Metronome(), Samples()
-    run(engine, samples, repeats=9, enough=lambda e2e: len(e2e) >= 2)
+    engine = Metronome()
+    samples = run(engine, 9, enough=lambda e2e: len(e2e) >= 2)
     assert len(samples.ttft_ms) == 2
     assert engine.calls.count("timeline") == len(samples.timeline) == 1
 
 
 def test_a_wrong_timeline_is_not_kept(monkeypatch: Patch) -> None:
-    engine, samples = Metronome(), Samples()
+    engine = Metronome()
     for nonsense in (None, [("copy", 0, 0.0, float("nan"))], [("copy", 0, 2.0, 1.0)], [("head", 0, 0.0, 1.0)]):
         monkeypatch.setattr(engine, "timeline", lambda _tokens, nonsense=nonsense: nonsense)
-        run(engine, samples, repeats=1)
+        samples = run(engine, 1)
         assert (samples.status, samples.timeline) == ("ok", ())
-
-
-def test_an_engine_that_cannot_tell_makes_no_step() -> None:
-    engine = Metronome()
+    engine.calls.clear()
     assert StepEngine.timeline(engine, []) == ()
-    assert engine.calls == []
+    assert engine.calls == [], "an engine that cannot tell makes no step"
 
 
 def test_prompts_are_the_same_for_everyone_and_within_the_vocabulary() -> None:
@@ -214,26 +201,20 @@ def test_prompts_are_the_same_for_everyone_and_within_the_vocabulary() -> None:
 
 
 def test_rates_are_derived_from_the_samples() -> None:
-    effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=10_000_000)
-    point = Measurement(
-        case=CASE, status="ok", machine="m", ttft_ms=(100.0, 300.0), step_ms=((10.0, 10.0, 40.0), (10.0, 10.0, 10.0)),
-        effective=effective, link_bandwidth=2e9,
-    )  # fmt: skip
-    assert point.e2e_ms == (160.0, 330.0)
-    assert point.output_tok_s_samples == (12 / 0.160, 12 / 0.330)
-    assert point.tpot_ms == pytest.approx(15.0)
-    assert point.decode_tok_s == pytest.approx(3 / 0.015)
-    assert point.prefill_tok_s == pytest.approx(15 / 0.2)
-    assert point.h2d_bandwidth == pytest.approx(1e9)
-    assert point.link_share == pytest.approx(0.5)
-
-
-def test_the_link_is_busy_with_the_bytes_on_the_wire() -> None:
-    """4-bit weights cross the link as 16 bits. Its share counts what crosses it."""
-    quantised = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=69 * 10**9, wire_bytes_per_step=17_808_465_920)
-    point = Measurement(
-        case=CASE, status="ok", machine="m", ttft_ms=(400.0,), step_ms=((362.0,) * 3,), effective=quantised,
-        link_bandwidth=52e9,
-    )  # fmt: skip
-    assert point.h2d_bandwidth == pytest.approx(49.2e9, rel=1e-3)
-    assert point.link_share == pytest.approx(0.946, abs=1e-3)
+    """4-bit weights cross the link as 16 bits: its share counts what crosses it."""
+    steps, bandwidth = ((10.0, 10.0, 40.0), (10.0, 10.0, 10.0)), 2e9
+    for weights, share in (
+        ({"streamed_bytes_per_step": 10**7}, 0.5),
+        ({"streamed_bytes_per_step": 10**7, "wire_bytes_per_step": 3 * 10**6}, 0.15),
+    ):
+        point = Measurement(
+            case=CASE, status="ok", machine="m", ttft_ms=(100.0, 300.0), step_ms=steps, link_bandwidth=bandwidth,
+            effective=Effective.model_validate({"gpu_weight_bytes": 0} | weights),
+        )  # fmt: skip
+        assert point.h2d_bandwidth == pytest.approx(share * bandwidth)
+        assert point.link_share == pytest.approx(share)
+        assert point.e2e_ms == (160.0, 330.0)
+        assert point.output_tok_s_samples == (12 / 0.160, 12 / 0.330)
+        assert point.tpot_ms == pytest.approx(15.0)
+        assert point.decode_tok_s == pytest.approx(3 / 0.015)
+        assert point.prefill_tok_s == pytest.approx(15 / 0.2)

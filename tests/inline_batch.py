@@ -37,8 +37,13 @@ SETTINGS = {"prompts": "abc", "model": "fake"}
 
 def line(prompt: str, max_tokens: int | None = 40, **body: Any) -> bytes:
     """Return a request whose prompt is its custom_id."""
-    body |= {"prompt": prompt} | ({} if max_tokens is None else {"max_tokens": max_tokens})
-    return json.dumps({"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    return completion(prompt, body | {"prompt": prompt} | ({} if max_tokens is None else {"max_tokens": max_tokens}))
+
+
+def completion(name: str, body: dict[str, Any], chat: bool = False) -> bytes:
+    """Return a line of a batch, of a request for a text or an answer in a chat."""
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
 
 
 def token(prompt: str, index: int) -> int:

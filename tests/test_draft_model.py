@@ -5,7 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 from tests import Checkpoints, Patch
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
+from tests.inline_batch import completion
 from tests.test_continuous import alike, begin, greedy, run, sequences, small
 from tests.test_drafts import DRAFTED
 from tests.test_graphs import Rerun, recorder
+from tests.test_job import texts
 from tests.test_parity import load
 from tests.test_passes import keep_here, small_blocks
 from zinfer.checkpoint import resolve
 from zinfer.core.model import ModelError
-from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.generation import draft_model, sequence, tuning
@@ -58,9 +59,13 @@ def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousSchedul
     return begin(engine, **settings)
 
 
-def rows_of(engine: Engine, rows: Sequence[sequence.Sequence]) -> dict[int, list[int]]:
-    """Return the greedy answers of rows, each computed alone."""
-    return {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
+def check(
+    engine: Engine, rows: Sequence[sequence.Sequence], running: ContinuousScheduler, *arrivals: list[sequence.Sequence]
+) -> None:
+    """Run `rows`, in groups if there are `arrivals`: the answers are those of each alone."""
+    expected = {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
+    assert {row.key: row.output_ids for row in run(running, [*arrivals] or [[*rows]])} == expected
+    running.end()
 
 
 @pytest.mark.parametrize(
@@ -81,16 +86,12 @@ def test_tokens_are_those_of_decoding_one_by_one(
         keep_here(monkeypatch, 3)
     small_one = like(checkpoint("llama"), tmp_path / "small", noise)
     engine = load(name, checkpoint("llama"), offload, tmp_path, draft=str(small_one), **options)
-    rows = sequences(14, 3)
-    expected = rows_of(engine, rows)
-    running = drafting(engine, monkeypatch)
-    finished = run(running, [rows[:5], rows[5:6], rows[6:]])
+    rows, running = sequences(14, 3), drafting(engine, monkeypatch)
+    check(engine, rows, running, rows[:5], rows[5:6], rows[6:])
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     assert drafted > 20
-    running.end()
     assert engine.draft is not None
     assert engine.draft.batches == []
-    assert {row.key: row.output_ids for row in finished} == expected
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
 
 
@@ -102,15 +103,12 @@ def test_steps_of_the_small_model_are_recorded(
     small(monkeypatch)
     small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint(architecture), "cpu", draft=str(small_one))
-    rows = alike(5, 8, 24)
-    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
-    finished = run(running, [rows])
+    check(engine, alike(5, 8, 24), running)
     assert engine.draft is not None
     assert engine.draft.effective().settings["cuda_graphs"] == "on"
     assert recorder.replayed > running.drafts.drafted / 5
     assert 0 < running.drafts.accepted < running.drafts.drafted
-    assert {row.key: row.output_ids for row in finished} == expected
 
 
 def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -121,7 +119,6 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
     rows = alike(8, 8, 30)
     for row in rows:
         row.left = 6 + 4 * row.key
-    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     assert engine.draft is not None
     forward, sizes = engine.draft.forward, list[int]()
@@ -131,8 +128,7 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
         return forward(works)
 
     monkeypatch.setattr(engine.draft, "forward", watched)
-    finished = run(running, [rows])
-    assert {row.key: row.output_ids for row in finished} == expected
+    check(engine, rows, running)
     sizes = sizes[sizes.index(8) :]  # rows have come one by one
     drafted = [size for index, size in enumerate(sizes) if not index or size != sizes[index - 1]]
     assert all(2 * after < before for before, after in pairwise(drafted)), drafted
@@ -147,7 +143,7 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
     engine = load("stream", checkpoint(architecture), "cpu", draft=str(checkpoint("llama")))
     rows = alike(9, 8, 30)
-    expected = rows_of(engine, rows)
+    expected = {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
     running = drafting(engine, monkeypatch, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule._early = running.schedule._tokens = 1000
@@ -190,78 +186,31 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
     assert {row.key: row.output_ids for row in done} == {key: ids for key, ids in expected.items() if key != 3}
 
 
-def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """Rows with sampling, stops inside drafts and ties between tokens. A pass's number of drafts changes nothing."""
-    small(monkeypatch)
-    small_one = like(checkpoint("llama"), tmp_path / "small", 0.02)
-    results: list[list[tuple[Any, ...]]] = []
-    accepted = 0
-    ends = frozenset[int]()
-    for draft, max_drafts in (("none", 8), ("none", 8), (str(small_one), 8), (str(small_one), 2)):
-        engine: Any = load("stream", checkpoint("llama"), "none", draft=draft)
-        for model in (engine, engine.draft or engine):
-            with torch.inference_mode():
-                head = model.model.get_output_embeddings().weight
-                head[len(head) // 2 :] = head[: len(head) // 2]
-        rows = sequences(10, 8, max_tokens=14)
-        for model in rows:
-            if model.key % 3:
-                model.sampling = Sampling(temperature=0.4, top_p=(1.0, 0.9)[model.key % 2], seed=str(model.key))
-        running = drafting(engine, monkeypatch)
-        words = running._tokenizer
-        words.ends = ends
-        monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{token % 7}>" for token in ids))
-        for model in rows:
-            model.stop = ("<3><5>", "<2><2>") if ends else ()
-        if draft != "none":
-            running.drafts.max_drafts = max_drafts
-        whole = run(running, [rows])
-        accepted += running.drafts.accepted
-        running.end()
-        engine.close()
-        if not ends:
-            ends = frozenset({Counter(token for row in whole for token in row.output_ids[2:]).most_common(1)[0][0]})
-            continue
-        results.append([(row.key, row.output_ids, row.finish_reason, row.text) for row in whole])
-    assert {reason for *_, reason, _ in results[0]} == {"stop", "length"}
-    assert results[0] == results[1] == results[2]
-    assert accepted > 20
-
-
 def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     small(monkeypatch, 200)
     engine = load("stream", checkpoint("llama"), "none", draft=str(checkpoint("opt")))  # of 64 positions
-    rows = alike(3, 40, 40)
-    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
-    finished = run(running, [rows])
+    check(engine, alike(3, 40, 40), running)
     assert 0 < running.drafts.drafted < 3 * 16 * 24
-    assert {row.key: row.output_ids for row in finished} == expected
 
 
 def test_memory_that_is_short_for_drafts_ends_no_row(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", draft=str(checkpoint("llama")))
-    rows = sequences(6, 2)
-    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     assert engine.draft is not None
-    forward, calls = engine.draft.forward, Counter[int]()
+    forward, calls = engine.draft.forward, count(1)
 
     def short(works: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 11 == 0:
+        if next(calls) % 11 == 0:
             raise torch.OutOfMemoryError("no memory")
         return forward(works)
 
     monkeypatch.setattr(engine.draft, "forward", short)
-    finished = run(running, [rows])
+    check(engine, sequences(6, 2), running)
     assert running.drafts.accepted > 5
-    assert {row.key: row.output_ids for row in finished} == expected
 
 
 class Timed:
@@ -333,17 +282,16 @@ def test_models_of_other_tokens_cannot_draft(checkpoint: Checkpoints, tmp_path: 
     check_same_tokens(spec)
     check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(checkpoint("bloom"))}))
     other = shutil.copytree(checkpoint("bloom"), tmp_path / "other")
-    tokens = json.loads((other / "tokenizer.json").read_text())
+    text = (other / "tokenizer.json").read_text()
+    tokens = json.loads(text)
     tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
-    (other / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(ModelError, match=r"other tokenizers \(2 of 128 tokens differ, such as 'a'\)"):
-        check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
-    tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
-    tokens["added_tokens"][2]["special"] = False
-    (other / "tokenizer.json").write_text(json.dumps(tokens))
-    (other / "tokenizer_config.json").unlink()
-    with pytest.raises(ModelError, match="the special tokens differ"):
-        check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
+    special = json.loads(text)
+    special["added_tokens"][2]["special"] = False
+    for file, why in ((tokens, r"2 of 128 tokens differ, such as 'a'\)"), (special, "the special tokens differ")):
+        (other / "tokenizer.json").write_text(json.dumps(file))
+        with pytest.raises(ModelError, match=why):
+            check_same_tokens(spec.model_copy(update={"draft": resolve.from_directory(other)}))
+        (other / "tokenizer_config.json").unlink(missing_ok=True)
 
 
 def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: Any) -> None:
@@ -364,18 +312,13 @@ def test_commands_take_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: P
         assert processes[0].stdout == processes[1].stdout == processes[2].stdout != ""
         assert "--chat" in words or " drafts right" in processes[2].stderr
         assert " drafts right" not in processes[0].stderr
-    body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7, "seed": 5}
-    asked = [{"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body | {"seed": index}}
-             for index in range(4)]  # fmt: skip
-    (folder / "asked.jsonl").write_text("".join(json.dumps(request) + "\n" for request in asked))
-    texts = []
+    body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7}
+    (folder / "asked.jsonl").write_bytes(b"\n".join(completion(str(seed), body | {"seed": seed}) for seed in range(4)))
     for name, draft in (("plain", "none"), ("drafted", str(small_one))):
         done = zinfer(folder, "batch", "asked.jsonl", "-o", f"{name}.jsonl", *model, "--draft", draft)
         assert done.returncode == 0, done.stderr
         assert (" drafts right" in done.stderr) == (name == "drafted")
-        lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
-        texts.append({answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in lines})
-    assert texts[0] == texts[1]
+    assert texts(folder / "plain.jsonl") == texts(folder / "drafted.jsonl")
     results = folder / "sweeps" / "results" / "load.jsonl"
     load = ["--request-lengths", "fixed:9,100", "--num-requests", "4", "--in-flight", "2", "-o", str(results)]
     done = zinfer(folder, "sweep", *model, "--draft", f"none,ngram,{small_one}", *load)
@@ -393,11 +336,9 @@ def test_commands_take_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: P
     assert planned["drafting"]["acceptance"] == right / checked
     assert planned["acceptance_from"] == f"measured: {right} of {checked} drafts in the records"
     (small_one / "tokenizer.json").write_text((small_one / "tokenizer.json").read_text().replace('"a"', '"\u00e9"'))
-    refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
-    assert refused.returncode != 0
-    assert "other tokenizers (" in refused.stderr.splitlines()[-1]
-    for path in sorted(small_one.glob("*.safetensors"))[:1]:
-        path.write_bytes(path.read_bytes()[:-8])
-    refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
-    assert refused.returncode != 0
-    assert str(small_one) in refused.stderr.splitlines()[-1]
+    for fault in ("other tokenizers (", str(small_one)):
+        refused = zinfer(folder, "run", *model, "--prompt", "abc", "--draft", str(small_one))
+        assert refused.returncode != 0
+        assert fault in refused.stderr.splitlines()[-1]
+        shard = min(small_one.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-8])

@@ -149,39 +149,44 @@ def test_models_that_cannot_forget_are_refused(name: str, kind: Any) -> None:
 
 
 def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    """Rows are sampled, end inside drafts, and ask for log-probabilities."""
+    """Rows are sampled or greedy, end and stop inside drafts, and ask for log-probabilities; each token has a tie."""
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu")
-
-    def rows() -> list[sequence.Sequence]:
-        drawn = sequences(10, 8, max_tokens=12)
-        for row in drawn:
-            row.sampling = Sampling(temperature=0.8, top_p=(1.0, 0.9)[row.key % 2], seed=str(row.key))
-            row.logprobs = 2 if row.key % 3 == 0 else None
-        return drawn
-
-    plain = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    whole = run(plain, [rows()])
-    expected = {row.key: (row.prompt_ids, row.output_ids) for row in whole}
+    engine: Any = load("stream", checkpoint("llama"), "cpu")
+    with torch.inference_mode():
+        head = engine.model.get_output_embeddings().weight
+        head[len(head) // 2 :] = head[: len(head) // 2]
     words = Words()
-    words.ends = frozenset({Counter(token for row in whole for token in row.output_ids[1:]).most_common(1)[0][0]})
-    runs: list[list[sequence.Sequence]] = []
-    for drafter in (None, Oracle(expected, 0.2)):
-        monkeypatch.setattr(PassTimes, "room", lambda *_: 1000)
+    monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{token % 7}>" for token in ids))
+    monkeypatch.setattr(PassTimes, "room", lambda *_: 1000)
+
+    def ran(drafter: Oracle | None = None, max_drafts: int = MAX_DRAFTS) -> list[sequence.Sequence]:
+        rows = sequences(10, 8, max_tokens=14)
+        for row in rows:
+            if row.key % 3:
+                row.sampling = Sampling(temperature=0.4, top_p=(1.0, 0.9)[row.key % 2], seed=str(row.key))
+            row.logprobs = 2 if row.key % 4 == 0 else None
+            row.stop = stops
         running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
-        runs.append(run(running, [rows()]))
+        running.drafts.max_drafts = max_drafts
+        done = run(running, [rows])
+        assert drafter is None or running.drafts.accepted > 10
         running.end()
-    assert any(row.finish_reason == "stop" for row in runs[0])
-    for actual, other in zip(*runs, strict=True):
-        assert (actual.output_ids, actual.finish_reason, actual.text) == (
-            other.output_ids,
-            other.finish_reason,
-            other.text,
-        )
-        assert [score.token for score in actual.scores] == [score.token for score in other.scores]
-        assert [score.logprob for score in actual.scores] == pytest.approx(
-            [score.logprob for score in other.scores], abs=1e-4
-        )
+        return done
+
+    stops: tuple[str, ...] = ()
+    whole = ran()
+    stops = tuple(words.decode(row.output_ids[4:6]) for row in whole if len(row.output_ids) > 8)[:2]
+    expected = {row.key: (row.prompt_ids, row.output_ids) for row in whole}
+    words.ends = frozenset({Counter(token for row in whole for token in row.output_ids[2:]).most_common(1)[0][0]})
+    plain = ran()
+    assert {row.finish_reason for row in plain} == {"stop", "length"}
+    assert any(stop in words.decode(row.output_ids) for row in plain for stop in row.stop)
+    for drafted in (ran(Oracle(expected, 0.2)), ran(Oracle(expected, 0.2), 2)):
+        for row, other in zip(drafted, plain, strict=True):
+            assert (row.output_ids, row.finish_reason, row.text) == (other.output_ids, other.finish_reason, other.text)
+            assert [score.token for score in row.scores] == [score.token for score in other.scores]
+            values, wanted = ([score.logprob for score in each.scores] for each in (row, other))
+            assert values == pytest.approx(wanted, abs=1e-4)
 
 
 def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, monkeypatch: Patch) -> None:

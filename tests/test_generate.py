@@ -9,6 +9,7 @@ import pytest
 from tests import Checkpoints, Patch
 from tests.test_dialogue import sentencepiece
 from zinfer.checkpoint.resolve import from_catalogue, from_directory
+from zinfer.core.request import nth_seed
 from zinfer.generation import scheduler
 from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
@@ -49,6 +50,11 @@ def test_a_text_ends_at_the_tokens_that_any_file_names(checkpoint: Checkpoints, 
         scheduler.add_token(tokenizer, row := Sequence([69], 9, ignore_eos=ignore_eos), token, True)
         ended = token == 72 and not ignore_eos
         assert (row.finish_reason, row.output_ids) == (("stop", []) if ended else (None, [token]))
+
+
+def test_the_first_of_several_rows_keeps_the_seed() -> None:
+    """It is drawn as the row of a batch job is; two rows of the same prompt are drawn in two ways."""
+    assert [nth_seed("3", number) for number in range(3)] == ["3", "3/1", "3/2"]
 
 
 @pytest.mark.parametrize("kind", ["bytes of GPT-2", "bytes of Llama 2"])

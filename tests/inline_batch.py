@@ -25,7 +25,7 @@ from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Status
-from zinfer.worker.process import WorkerDied
+from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Facts, Load
 
@@ -181,22 +181,14 @@ def natural(row: Request) -> int:
 
 
 def run_inline(
-    path: Path,
-    lines: Iterable[bytes],
-    worker: InlineRows,
-    *,
-    force: bool = False,
-    plan: Plan | None = None,
-    **more: Any,
+    path: Path, lines: Iterable[bytes], worker: Callable[[], Client], *, plan: Plan = PLAN, **more: Any
 ) -> BatchProgress:
-    """Run or continue a job whose answers are in `path`."""
-    plan = plan or PLAN
+    """Run or continue a job whose answers are in `path`. `more` has settings of the ledger, and of the job."""
     requests = read_requests(b"\n".join(lines))
-    with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
-        ledger.add(
-            refusal(fault) for fault in requests if not isinstance(fault, BatchLine) and fault.id not in ledger.done
-        )
-        waiting = [request for request in requests if isinstance(request, BatchLine) and request.id not in ledger.done]
+    with Ledger.open(path, more.pop("settings", SETTINGS), 7, more.pop("force", False)) as ledger:
+        new = [request for request in requests if request.id not in ledger.done]
+        ledger.add(refusal(fault) for fault in new if not isinstance(fault, BatchLine))
+        waiting = [request for request in new if isinstance(request, BatchLine)]
         prompts = [prompt_ids(request.prompt) for request in waiting]
         rows, faults = requests_of(waiting, prompts, plan.model.max_position, 256, 40, ledger.made)
         ledger.add(map(refusal, faults))

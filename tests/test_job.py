@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,17 @@ import pytest
 from tests import PATIENCE_S, mentions
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_inline, text
+from tests.inline_batch import CASE, InlineRows, line, prompt_of, run_inline, text
 from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.openai import BatchLine, read_requests, requests_of
-from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
-from zinfer.job.driver import Driver
+from zinfer.job.batch.ledger import job_path
+from zinfer.job.batch.run import BatchProgress, JobFailed
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped
 
-LOAD = Workload(batch_size=1, input_len=8, output_len=4)
 PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
 LINES = [line(prompt) for prompt in PROMPTS]
 
@@ -36,10 +34,8 @@ def texts(path: Path) -> dict[str, str | None]:
     outputs = {}
     for record in map(json.loads, path.read_text().splitlines()):
         assert record["custom_id"] not in outputs
-        fine = record["error"] is None
-        outputs[record["custom_id"]] = (
-            record["response"]["body"]["choices"][0]["text"] if fine else record["error"]["code"]
-        )
+        error = record["error"]
+        outputs[record["custom_id"]] = error["code"] if error else record["response"]["body"]["choices"][0]["text"]
     return outputs
 
 
@@ -47,10 +43,9 @@ EXPECTED = {prompt: text(prompt) for prompt in PROMPTS}
 
 
 def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
-    path, worker = tmp_path / "out.jsonl", InlineRows()
+    path, worker, messages = tmp_path / "out.jsonl", InlineRows(), list[str]()
     seen: list[tuple[int, float | None]] = []
     bad = [b"broken", line("a5/5", n=3), LINES[0]]
-    messages: list[str] = []
     progress = run_inline(
         path, [*LINES, *bad], worker, max_rows=4, on_message=messages.append,
         on_progress=lambda now: seen.append((now.ended, now.seconds_left)),
@@ -58,13 +53,10 @@ def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     good = {record["custom_id"]: record["response"]["body"] for record in records if record["error"] is None}
     assert {name: body["choices"][0]["text"] for name, body in good.items()} == EXPECTED
-    assert len(records) == 33
-    assert [record["error"]["code"] for record in records if record["error"]] == [
-        "invalid_json_line", "unsupported_parameter", "duplicate_custom_id"
-    ]  # fmt: skip
+    faults = [record["error"]["code"] for record in records if record["error"]]
+    assert faults == ["invalid_json_line", "unsupported_parameter", "duplicate_custom_id"]
     assert good["a50/5"]["usage"] == {"prompt_tokens": 50, "completion_tokens": 5, "total_tokens": 55}
-    assert good["a50/5"]["choices"][0]["finish_reason"] == "stop"
-    assert good["a50/5"]["created"] == 7
+    assert (good["a50/5"]["choices"][0]["finish_reason"], good["a50/5"]["created"]) == ("stop", 7)
     assert (worker.loads, messages) == (1, [])
     assert worker.closed >= 1
     assert len(worker.sizes) > 30
@@ -103,13 +95,8 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 
     worker = Poisoned()
     progress = run_inline(path, LINES, worker, max_rows=8)
-    outputs = texts(path)
-    lost = {name for name, output in outputs.items() if output == "oom_gpu"}
-    assert lost == {poison}
-    assert {name: output for name, output in outputs.items() if name not in lost} == {
-        name: output for name, output in EXPECTED.items() if name not in lost
-    }
-    assert (progress.ended, progress.failed) == (30, len(lost))
+    assert texts(path) == EXPECTED | {poison: "oom_gpu"}
+    assert (progress.ended, progress.failed) == (30, 1)
     record = next(json.loads(line) for line in path.read_text().splitlines() if poison in line)
     assert record["response"] is None
 
@@ -187,28 +174,17 @@ def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     """Real processes: with eight rows the engine's process ends, with four it does not."""
-    fields = {"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit")), "workload": LOAD}
+    workload = Workload(batch_size=1, input_len=8, output_len=4)
+    fields = {"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit")), "workload": workload}
     plan = make_plan(CASE.model_copy(update=fields), SPEC, MACHINE)
-    lines = [
-        json.dumps({"custom_id": str(key), "method": "POST", "url": "/v1/completions",
-                    "body": {"prompt": "#" * (key + 1), "max_tokens": 4}}).encode()
-        for key in range(8)
-    ]  # fmt: skip
-    requests = [request for request in read_requests(b"\n".join(lines)) if isinstance(request, BatchLine)]
-
-    def make_worker() -> Worker:
-        return Worker(TARGET, timeout_s=PATIENCE_S)
-
-    prompts = [[7] * (key + 1) for key in range(8)]
-    rows, _ = requests_of(requests, prompts, None, 1 << 20, 4, {})
+    lines = [line(f"a{key}/4", 4) for key in range(1, 9)]
     messages: list[str] = []
     path = tmp_path / "out.jsonl"
-    with Ledger.open(path, SETTINGS, 7) as ledger:
-        BatchJob(plan, requests, rows, ledger, Driver(make_worker), on_message=messages.append).run()
+    run_inline(path, lines, partial(Worker, TARGET, timeout_s=PATIENCE_S), plan=plan, on_message=messages.append)
     assert len(messages) == 1
-    assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in messages[0]
+    assert mentions(messages[0], "8", "crashed", "exit code 7")
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {record["custom_id"] for record in records} == set(map(str, range(8)))
+    assert {record["custom_id"] for record in records} == {f"a{key}/4" for key in range(1, 9)}
     assert all(record["response"]["body"]["usage"]["completion_tokens"] == 4 for record in records)
 
 

@@ -15,6 +15,7 @@ from tests import Patch
 from tests import test_parity as parity
 from tests.checkpoints import save_config
 from tests.command import zinfer
+from tests.inline_batch import line
 from tests.inline_worker import InlineWorker
 from tests.serving import serving
 from tests.test_parity import BATCHES, greedy
@@ -226,9 +227,7 @@ def test_a_command_ends_as_if_it_had_loaded_first(verb: str, checkpoint: Path, t
     if verb == "run":
         how += ["--prompt", "abc", "--output-len", "4"]
     else:
-        body = {"model": "x", "prompt": "abc", "max_tokens": 4}
-        line = {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": body}
-        Path("in.jsonl").write_text(json.dumps(line) + "\n")
+        Path("in.jsonl").write_bytes(line("abc", 4))
         how += ["in.jsonl", "-o", "out.jsonl"]
     done = zinfer(tmp_path, verb, *how)
     assert done.returncode == CheckpointError.exit_code, done.stderr

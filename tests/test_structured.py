@@ -18,6 +18,7 @@ import zinfer
 from tests import structured
 from tests.command import probed
 from tests.command import zinfer as command
+from tests.inline_batch import completion
 from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.test_continuous import LOAD, run, small
@@ -522,11 +523,8 @@ def test_run_batch_and_python_take_grammars(tmp_path: Path, monkeypatch: Patch) 
         {"messages": HI} | WEATHER,
         {"messages": HI, "structured_outputs": {"regex": "("}},
     ]
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body | {"max_tokens": 120}}
-        for number, body in enumerate(bodies)
-    ]
-    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [completion(str(key), body | {"max_tokens": 120}, chat=True) for key, body in enumerate(bodies)]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     done = command(tmp_path, "batch", "in.jsonl", "-o", "out.jsonl", *words)
     assert done.returncode == 3, done.stderr
     answers = {it["custom_id"]: it for it in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +62,23 @@ def greedy(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
     return ALONE[key]
 
 
+def random_ids(dice: random.Random, low: int, high: int) -> list[int]:
+    return [dice.randint(4, 90) for _ in range(dice.randint(low, high))]
+
+
 def sequences(count: int, seed: int, longest: int = 30, max_tokens: int = 14) -> list[sequence.Sequence]:
     dice = random.Random(seed)
     return [
-        sequence.Sequence(
-            [dice.randint(4, 90) for _ in range(dice.randint(1, longest))], dice.randint(1, max_tokens), key=key
-        )
-        for key in range(count)
+        sequence.Sequence(random_ids(dice, 1, longest), dice.randint(1, max_tokens), key=key) for key in range(count)
     ]
 
 
 def alike(count: int, length: int, limit: int) -> list[sequence.Sequence]:
     """Sequences of nearly equal lengths."""
     dice = random.Random(1)
+    lengths = [length - key % 2 for key in range(count)]
     return [
-        sequence.Sequence([dice.randint(4, 90) for _ in range(length - key % 2)], limit - key % 3, key=key)
-        for key in range(count)
+        sequence.Sequence(random_ids(dice, size, size), limit - key % 3, key=key) for key, size in enumerate(lengths)
     ]
 
 
@@ -132,6 +134,19 @@ def check(engine: Engine, rows: list[sequence.Sequence], limits: list[int]) -> N
         assert row.output_ids == greedy(engine, row.prompt_ids, limit), row.key
 
 
+def complete(running: ContinuousScheduler, *arrivals: list[sequence.Sequence]) -> None:
+    """Run sequences that arrive in groups, and close the scheduler: each gets the tokens that it has alone."""
+    limits = [row.left for group in arrivals for row in group]
+    finished = run(running, [*arrivals])
+    running.end()
+    check(running.engine, finished, limits)
+
+
+@pytest.fixture
+def llama(checkpoint: Checkpoints) -> Engine:
+    return load("stream", checkpoint("llama"), "cpu")
+
+
 def engine_of(way: str, checkpoint: Checkpoints, folder: Path, patch: Patch) -> Engine:
     small_blocks(patch, 20)
     small(patch)
@@ -148,9 +163,8 @@ def test_tokens_are_those_of_each_sequence_alone(
     engine = engine_of(way, checkpoint, tmp_path, monkeypatch)
     finished, limits, tally = come_and_go(engine, 10)
     assert tally.again == 0
-    if way == "int8 by the cpu":
-        assert all(len(row.output_ids) == limit for row, limit in zip(finished, limits, strict=True))
-    else:
+    assert [len(row.output_ids) for row in finished] == limits
+    if way != "int8 by the cpu":
         check(engine, finished, limits)
 
 
@@ -165,12 +179,8 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, monkeypatc
     small(monkeypatch)
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu")
-    running = begin(engine)
     rows = sequences(9, 5)
-    limits = [row.left for row in rows]
-    finished = run(running, [rows[:4], rows[4:]])
-    running.end()
-    check(engine, finished, limits)
+    complete(begin(engine), rows[:4], rows[4:])
 
 
 def crowded(engine: Engine, patch: Patch) -> tuple[list[sequence.Sequence], list[int]]:
@@ -188,38 +198,26 @@ def crowded(engine: Engine, patch: Patch) -> tuple[list[sequence.Sequence], list
     return finished, limits
 
 
-def test_rows_give_way_and_come_back(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu")
-    check(engine, *crowded(engine, monkeypatch))
-
-
 @pytest.mark.parametrize("verb", ["forward", "admit", "move_rows"])
-def test_a_shortage_of_memory_costs_no_sequence(verb: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_a_shortage_of_memory_costs_no_sequence(verb: str, llama: Engine, monkeypatch: Patch) -> None:
     small(monkeypatch, 40)
-    engine = load("stream", checkpoint("llama"), "cpu")
-    running = begin(engine, step=4)
-    calls, whole, seen = 0, getattr(engine, verb), list[int]()
+    running = begin(llama, step=4)
+    whole, seen = getattr(llama, verb), list[int]()
 
     def short(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
         seen.append(running.schedule.limits.positions)
-        if calls in (3, 4, 7):
+        if len(seen) in (3, 4, 7):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(*arguments)
 
-    monkeypatch.setattr(engine, verb, short)
+    monkeypatch.setattr(llama, verb, short)
     rows = alike(10, 9, 12)
-    limits = [row.left for row in rows]
     before = running.schedule.limits.positions
     tune(monkeypatch, min_prompt_tokens=6, few_batches=2, many_batches=3, calm=1)
-    finished = run(running, [rows[:6], rows[6:]])
-    assert calls > 4
+    complete(running, rows[:6], rows[6:])
+    assert len(seen) > 4
     assert min(seen) < before
     assert running.schedule.limits.positions > min(seen), "passes that have enough memory let the limits rise"
-    running.end()
-    monkeypatch.undo()
-    check(engine, finished, limits)
 
 
 def run_short(
@@ -292,37 +290,27 @@ def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
         engine.rollback(batch, torch.tensor([batch.length]))
 
 
-def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu")
-    running = begin(engine)
+def test_memory_that_one_row_lacks_is_an_error(llama: Engine, monkeypatch: Patch) -> None:
+    running = begin(llama)
 
     def short(_works: Sequence[Work]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "forward", short)
+    monkeypatch.setattr(llama, "forward", short)
+    assert running.step() == [], "nothing to do is no pass"
+    assert running.schedule.tally.passes == 0
+    assert Stream.forward(llama, []) == []  # type: ignore[arg-type]
     running.add(sequences(1, 1))
     with pytest.raises(torch.OutOfMemoryError):
         running.step()
     assert not running.running
-    assert engine.batches == []
+    assert llama.batches == []
 
 
-def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu")
-    running = begin(engine)
-    monkeypatch.setattr(engine, "forward", None)
-    assert running.step() == []
-    assert running.schedule.tally.passes == 0
-    assert Stream.forward(engine, []) == []  # type: ignore[arg-type]
-    running.end()
-
-
-def test_stops_and_dropped_sequences_free_their_rows(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_stops_and_dropped_sequences_free_their_rows(llama: Engine, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    directory = checkpoint("llama")
-    engine = load("stream", directory, "cpu")
-    tokenizer = Tokenizer(engine.plan.model)
-    running = ContinuousScheduler(engine, tokenizer, LOAD, arrivals=True)
+    tokenizer = Tokenizer(llama.plan.model)
+    running = ContinuousScheduler(llama, tokenizer, LOAD, arrivals=True)
     prompts = [tokenizer.hf(text).input_ids for text in ("Once upon a time", "ab", "etaoin", "x")]
     free = [sequence.Sequence(ids, 16, ignore_eos=True, key=key) for key, ids in enumerate(prompts)]
     run(running, [free])
@@ -334,10 +322,8 @@ def test_stops_and_dropped_sequences_free_their_rows(checkpoint: Checkpoints, mo
     for _ in range(4):
         running.step()
     running.drop([5])
-    while running.running:
-        running.step()
-    assert stop.text == text[: text.index(text[5:8])]
-    assert stop.finish_reason == "stop"
+    run(running, [])
+    assert (stop.text, stop.finish_reason) == (text[: text.index(text[5:8])], "stop")
     assert other.output_ids == free[2].output_ids
     assert not gone.ended
     running.end()
@@ -371,16 +357,12 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
         for _ in range(6):
             running.step()
         assert other.output_ids
-    while running.running:
-        running.step()
+    run(running, [])
     tally = running.schedule.tally
     assert tally.yielded >= (1 if way == "accelerate" else 3)
     assert (tally.again == 0) == (size > 0 and running.cannot_reuse is None)
-    running.release()
-    assert engine.batches == []
-    if way == "int8 by the cpu":
-        assert [len(row.output_ids) for row in (*rows, *others)] == limits
-    else:
+    assert [len(row.output_ids) for row in (*rows, *others)] == limits
+    if way != "int8 by the cpu":
         check(engine, [*rows, *others], limits)
     running.end()
 
@@ -392,10 +374,7 @@ def turns(seed: int, count: int = 6) -> list[list[sequence.Sequence]]:
     """Prompts that come in three rounds: new ones, some with a common beginning; then some that go on from those, or
     part from them; then some that are there whole."""
     dice = random.Random(seed)
-
-    def some(low: int, high: int) -> list[int]:
-        return [dice.randint(4, 90) for _ in range(dice.randint(low, high))]
-
+    some = partial(random_ids, dice)
     system = some(9, 9)
     first = [system + some(1, 12) if number % 2 else some(1, 20) for number in range(count)]
     second = [ids + some(1, 9) for ids in first] + [ids[: len(ids) // 2 + 1] + some(2, 5) for ids in first[:3]]
@@ -446,78 +425,63 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     assert running.prefixes.held == 0
 
 
-def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_scores_of_a_prompt_need_all_of_it(llama: Engine, monkeypatch: Patch) -> None:
     """They run with rows that reuse their prompt, and are not kept."""
     small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu")
-    running = keeping(engine, monkeypatch)
-    ids = [5, 9, 13, 17, 21, 25, 29, 33, 37]
-
-    def pair(key: int) -> list[sequence.Sequence]:
-        return [
-            sequence.Sequence(list(ids), 2, key=key, logprobs=1, echo=True),
-            sequence.Sequence(list(ids), 2, key=key + 1),
-        ]
-
-    (alone,) = pair(0)[:1]
+    running = keeping(llama, monkeypatch)
+    scores: dict[str, Any] = {"logprobs": 1, "echo": True}
+    alone, first, scored, free = (
+        sequence.Sequence([*range(5, 40, 4)], 2, key=key, **more) for key, more in enumerate((scores, {}, scores, {}))
+    )
     finish(running, [alone])
     assert running.prefixes.held == 0
-    finish(running, pair(2)[1:])
-    scored, free = pair(4)
+    finish(running, [first])
     finish(running, [scored, free])
     assert (scored.cached, free.cached) == (0, 8)
-    assert [score.logprob for score in scored.prompt_scores] == pytest.approx(
-        [score.logprob for score in alone.prompt_scores], abs=1e-4
-    )
+    values, expected = ([score.logprob for score in row.prompt_scores] for row in (scored, alone))
+    assert values == pytest.approx(expected, abs=1e-4)
     assert len(scored.prompt_scores) == 8
     assert scored.output_ids == free.output_ids == alone.output_ids
     running.end()
 
 
-def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_what_is_kept_has_a_budget_and_gives_way(llama: Engine, monkeypatch: Patch) -> None:
     """In memory for 40 positions the least recently used ones go; where the host has none, rows go on without."""
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu")
-    size = engine.plan.model.kv_bytes(1, 40)
-    running = keeping(engine, monkeypatch, size)
+    size = llama.plan.model.kv_bytes(1, 40)
+    running = keeping(llama, monkeypatch, size)
     for rows in turns(3, 8):
         limits = [row.left for row in rows]
         finish(running, rows)
-        check(engine, rows, limits)
+        check(llama, rows, limits)
         assert size / 2 < running.prefixes.held <= size
     last = [sequence.Sequence([4] * 30, 4, key=100)]
     finish(running, last)
     again = [sequence.Sequence([*last[0].prompt_ids, *last[0].output_ids, 7], 4, key=101)]
-    snapshot = engine.snapshot
-    monkeypatch.setattr(engine, "snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no host memory")))
-    finish(running, again)
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no host memory")))
+        finish(running, again)
     assert again[0].cached == 33
-    monkeypatch.setattr(engine, "snapshot", snapshot)
-    check(engine, again, [4])
+    check(llama, again, [4])
     running.end()
 
 
 def test_an_engine_that_cannot_reuse_says_why(kind: kinds.Kinds, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    cases: list[tuple[Path, dict[str, Any], str]] = [
-        (kind("gemma2"), {}, "sliding window"),
-        (checkpoint("llama"), {"kv_offload": "cpu"}, "kv_offload=cpu"),
-    ]
-    for directory, options, why in cases:
-        engine = load("stream", directory, "cpu", **options)
+    hosted = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu")
+    for engine, why in ((load("stream", kind("gemma2"), "cpu"), "sliding window"), (hosted, "kv_offload=cpu")):
         running = keeping(engine, monkeypatch)
         assert why in str(running.cannot_reuse)
         for key in range(2):
-            (row,) = [sequence.Sequence([5, 6, 7, 8, 9], 2, key=key)]
+            row = sequence.Sequence([5, 6, 7, 8, 9], 2, key=key)
             assert finish(running, [row]) == 5
             assert row.cached == 0
         running.end()
 
 
-def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(checkpoint: Checkpoints) -> None:
+def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(llama: Engine) -> None:
     """Without it, long rows would be moved although memory is free. Long is longer than the mean."""
-    engine = load("stream", checkpoint("llama"), "cpu")
     mean = Workload(batch_size=4, input_len=20, output_len=2)
-    bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]
+    bounded, alone = (ContinuousScheduler(llama, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]
     assert bounded.schedule.limits.positions >= 4 * (20 + 200)
     assert alone.schedule.limits.positions == schedule.positions_of(mean)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import Checkpoints, Patch, passes
+from tests import Checkpoints, Patch, passes, test_passes
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.test_parity import load
@@ -15,7 +15,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 
-kind = kinds.kind  # the fixture
+kind, llama = kinds.kind, test_passes.llama  # fixtures
 EIGHT_BITS = {
     "int8": ("stream", "none", {"kv_cache_dtype": "int8"}),
     "int8 by the cpu": ("stream", "cpu", {"kv_cache_dtype": "int8", "kv_offload": "cpu"}),
@@ -43,12 +43,11 @@ class Rows:
         token_ids, mask = sequences(lengths, 14, seed)
         expected = alone(self.engine, token_ids, mask)
         width = mask.shape[1]
-        for row in range(len(lengths)):
-            self.tokens[f"{name}{row}"] = token_ids[row, width:]
-            self.expected[f"{name}{row}"] = [logits[row] for logits in expected]
-            self.made[f"{name}{row}"] = 0
-        batch, logits = passes.prefill(self.engine, token_ids[:, :width], mask, max(steps, reserve))
         names = [f"{name}{row}" for row in range(len(lengths))]
+        for row, each in enumerate(names):
+            self.tokens[each], self.made[each] = token_ids[row, width:], 0
+            self.expected[each] = [logits[row] for logits in expected]
+        batch, logits = passes.prefill(self.engine, token_ids[:, :width], mask, max(steps, reserve))
         self.check(names, logits)
         for _ in range(steps):
             self.step({batch: names})
@@ -152,26 +151,19 @@ def test_forgotten_positions_are_left_behind(
     rows.step({moved: ["a0"], short: ["a1", "a2"]})
 
 
-def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints) -> None:
-    engine = load("stream", checkpoint("llama"), "cpu")
-    rows = Rows(engine)
-    batch = rows.begin("a", FIRST, 1, 0, 4)
-    refused: list[list[tuple[MicroBatch, list[int]]]] = [
-        [(batch, [])],
-        [(batch, [3])],
-        [(batch, [0, 0])],
-        [(batch, [0]), (batch, [1])],
-    ]
-    for sources in refused:
-        with pytest.raises(ValueError, match="row"):
-            engine.move_rows(sources, 20)
-    with pytest.raises(ValueError, match="does not fit"):
-        engine.move_rows([(batch, [0])], 4)
-    with pytest.raises(ValueError, match="admitted"):
-        engine.move_rows([(MicroBatch(1, 1, 1), [0])], 4)
-    empty = engine.admit(torch.ones(1, 4, dtype=torch.int64), 8)
-    with pytest.raises(EngineError, match="are computed"):
-        engine.move_rows([(empty, [0])], 8)
+def test_rows_that_cannot_be_moved_are_refused(llama: Engine) -> None:
+    batch, empty = Rows(llama).begin("a", FIRST, 1, 0, 4), llama.admit(torch.ones(1, 4, dtype=torch.int64), 8)
+    for *sources, capacity, error, why in (
+        ((batch, []), 20, ValueError, "row"),
+        ((batch, [3]), 20, ValueError, "row"),
+        ((batch, [0, 0]), 20, ValueError, "row"),
+        ((batch, [0]), (batch, [1]), 20, ValueError, "row"),
+        ((batch, [0]), 4, ValueError, "does not fit"),
+        ((MicroBatch(1, 1, 1), [0]), 4, ValueError, "admitted"),
+        ((empty, [0]), 8, EngineError, "are computed"),
+    ):
+        with pytest.raises(error, match=why):
+            llama.move_rows(sources, capacity)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
@@ -185,8 +177,5 @@ def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
         assert torch.equal(copy_slots(memory, rows, held, None), memory[rows, :, held])
         copied = copy_slots(memory, rows, held, RowMask(real))
         for row, mask, states in zip(rows.tolist(), real[:, -5:], copied, strict=True):
-            order = [*range(2, 7)]
-            order = [row for row, kept in zip(order, mask, strict=True) if not kept] + [
-                row for row, kept in zip(order, mask, strict=True) if kept
-            ]
+            order = 2 + torch.argsort(mask.int(), stable=True)  # padding comes first
             assert torch.equal(states, memory[row][:, order])

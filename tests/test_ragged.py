@@ -22,16 +22,15 @@ kind = kinds.kind  # the fixture
 LENGTHS = ((5, 3), (9, 9), (12,), (1, 7, 4))  # of the prompts of each micro-batch: with padding, and without
 
 
-def batches(engine: Engine, seed: int = 1) -> list[tuple[MicroBatch, Tensor, Tensor]]:
-    """Return prefilled micro-batches, with their prompts' ids and masks."""
-    torch.manual_seed(seed)
+def batches(engine: Engine) -> list[MicroBatch]:
+    """Return prefilled micro-batches."""
+    torch.manual_seed(1)
     result = []
     for lengths in LENGTHS:
         width = max(lengths)
         ids = torch.randint(4, 90, (len(lengths), width))
         mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
-        batch, _ = passes.prefill(engine, ids, mask, 12)
-        result.append((batch, ids, mask))
+        result.append(passes.prefill(engine, ids, mask, 12)[0])
     return result
 
 
@@ -46,16 +45,14 @@ def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,))
     engine.model.register_forward_pre_hook(seen, with_kwargs=True)  # type: ignore[attr-defined]
     tokens = torch.randint(4, 90, (10, sum(map(len, LENGTHS))))
     alone = list[list[Tensor]]()
-    for batch, *_ in batches(engine):
-        first = sum(map(len, LENGTHS[: len(alone)]))
-        ids = tokens[:, first : first + batch.batch_size]
-        alone.append([passes.decode(engine, batch, ids[step]) for step in range(10)])
+    given = tokens.split([len(lengths) for lengths in LENGTHS], dim=1)
+    for batch, ids in zip(batches(engine), given, strict=True):
+        alone.append([passes.decode(engine, batch, step) for step in ids])
         engine.retire(batch)
     running = batches(engine)
     sizes.clear()
     for step in range(10):
-        rows = iter(tokens[step].split([len(lengths) for lengths in LENGTHS]))
-        works = [Work(batch, next(rows)[:, None]) for batch, *_ in running]
+        works = [Work(batch, ids[step][:, None]) for batch, ids in zip(running, given, strict=True)]
         for actual, expected in zip(engine.forward(works), alone, strict=True):
             assert close(actual[:, -1], expected[step])
     assert joins in (None, set(sizes) == set(passes_of)), sizes
@@ -65,13 +62,8 @@ def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,))
 @pytest.mark.parametrize(
     ("name", "offload"),
     [
-        ("llama", "cpu"),
-        ("opt", "none"),
-        ("bloom", "cpu"),
-        *(
-            pytest.param(name, offload, marks=pytest.mark.slow)
-            for name, offload in (("llama", "none"), ("mixtral", "cpu"))
-        ),
+        *(("llama", "cpu"), ("opt", "none"), ("bloom", "cpu")),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("llama", "none"), ("mixtral", "cpu"))),
     ],
 )
 def test_rows_of_all_micro_batches_share_a_pass(
@@ -97,9 +89,8 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", counted)
     keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(name), "cpu", kv_offload="auto", kv_attention="cpu")
-    host_rows = [batch.host_rows for batch, *_ in batches(engine)]
+    assert [batch.host_rows for batch in batches(engine)] == [0, 1, 1, 3]
     engine.clear()
-    assert host_rows == [0, 1, 1, 3]
     calls.clear()
     check(engine, joins=True, passes_of={3, 5})
     assert (3 in calls) is (cpu_kernel.library() is not None)  # all three with host rows at once

@@ -15,6 +15,7 @@ from tests import committed
 from zinfer.analysis.calibrate import calibrate
 from zinfer.checkpoint.resolve import from_catalogue
 from zinfer.core.case import Case, Workload
+from zinfer.core.machine import Machine
 from zinfer.generation.pass_times import PassLoad, PassTimes
 from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import (
@@ -39,12 +40,11 @@ H100 = machines.load(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
 SPEC = from_catalogue("llama-2-70b").slice(8)
 
 
-def plan_of(rows: int = 420, input_len: int = 256, left: int = 64, **options: str) -> Plan:
-    load = Workload(batch_size=rows, input_len=input_len, output_len=left)
-    case = Case(
-        model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load, options=tuple(options.items())
-    )
-    return make_plan(case, SPEC, H100, efficiency=Efficiency())
+def plan_of(rows: int = 420, machine: Machine = H100, gpu_weights: str | None = None, **options: str) -> Plan:
+    how: dict[str, Any] = {"model": "llama-2-70b", "layers": 8, "gpu_weights": gpu_weights}
+    load = Workload(batch_size=rows, input_len=256, output_len=64)
+    case = Case(engine="stream", offload="cpu", workload=load, options=tuple(options.items()), **how)
+    return make_plan(case, SPEC, machine, efficiency=Efficiency())
 
 
 PLAN = plan_of()
@@ -66,6 +66,13 @@ def lengths(count: int, mean: float, longest: int, sigma: float, dice: random.Ra
 
 def row(key: int, length: int, left: int, owner: int = 0) -> Sequence:
     return Sequence(range(length), left, key=key, owner=owner)
+
+
+def chats(count: int, input_len: float, output_len: float, dice: random.Random, sigma: float = 0.8) -> list[Sequence]:
+    """Return rows of log-normal lengths, cut to 1,500 and 400 tokens."""
+    input_lens = lengths(count, input_len, 1500, sigma, dice)
+    output_lens = lengths(count, output_len, 400, sigma, dice)
+    return [row(key, *pair) for key, pair in enumerate(zip(input_lens, output_lens, strict=True))]
 
 
 class Engine:
@@ -135,9 +142,10 @@ class Served:
         limits: Limits,
         able: Abilities | None = None,
         clock: Callable[[], PassTimes] = times,
+        truth: PassTimes | None = None,
         arrivals: bool = True,
     ) -> None:
-        self.able, self.truth = able or Abilities(), clock()
+        self.able, self.truth = able or Abilities(), truth or clock()
         self.schedule, self.engine = Schedule(clock(), limits, self.able, arrivals), Engine(self.able)
         self.left: dict[int, int] = {}
         self.tokens: Counter[int] = Counter()
@@ -193,7 +201,7 @@ def simulate(
 ) -> tuple[Tally, list[Pass]]:
     """Run `rows` to their end: their limit, or the token that `ends` has for their key. `kept` are the positions, by
     key, that are reused."""
-    served = Served(limits, able, clock, arrivals)
+    served = Served(limits, able, clock, arrivals=arrivals)
     schedule, rows = served.schedule, list(rows)
     schedule._early, schedule._tokens = round(1e6 * ending), round(1e6 * (1 - ending))
     schedule.reusable = lambda row: (kept or {}).get(row.key, 0)
@@ -219,30 +227,23 @@ def rate(passes: list[Pass]) -> float:
     return sum(step.tokens for step in passes) / sum(step.seconds for step in passes)
 
 
-OTHERS: list[tuple[float, Callable[[], PassTimes], float]] = [
-    (0.5, times, 0.1),
-    (0.8, times, 0.1),
-    (0.8, separate_passes, 0.2),
-]
+OTHERS: list[tuple[Any, ...]] = [(0.5, times, 0.1), (0.8, times, 0.1), (0.8, separate_passes, 0.2)]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sigma", "clock", "max_padding"),
-    [
-        *(pytest.param(sigma, clock, padding, marks=pytest.mark.slow) for sigma, clock, padding in OTHERS),
-        (1.0, times, 0.1),
-    ],
+    [*(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS), (1.0, times, 0.1)],
 )
 def test_a_thousand_chats_run_as_fast_as_equal_rows(
     sigma: float, clock: Callable[[], PassTimes], max_padding: float
 ) -> None:
     """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end. Where each
     batch has a forward pass of its own, there are fewer batches, and more padding."""
-    dice = random.Random(1)
-    input_lens, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
-    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
-    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 1000, output_len=sum(left) // 1000))
+    rows = chats(1000, 245, 106, random.Random(1), sigma)
+    left = [row.left for row in rows]
+    mean_len = sum(row.length for row in rows) // 1000
+    equal = PLAN.planner().at(Workload(batch_size=420, input_len=mean_len, output_len=sum(left) // 1000))
     tally, passes = simulate(rows, Limits(1_900_000, 420), clock=clock)
     full = [step for step in passes if step.waiting]
     link_s = min(step.seconds for step in passes)
@@ -256,9 +257,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
 
 
 def test_rows_wait_for_memory() -> None:
-    dice = random.Random(3)
-    input_lens, left = lengths(300, 245, 1500, 0.8, dice), lengths(300, 106, 400, 0.8, dice)
-    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = chats(300, 245, 106, random.Random(3))
     tally, passes = simulate(rows, Limits(40_000))
     assert max(step.reserved for step in passes) <= 1.03 * 40_000
     assert tally.yielded < 0.05 * len(rows)
@@ -287,19 +286,14 @@ def test_rows_end_early() -> None:
     assert tally.seconds < 1.5 * max(step.seconds for step in passes) * 80
 
 
-@pytest.mark.parametrize(
-    "able",
-    [
-        Abilities(one_pass=False),
-        Abilities(one_pass=False, moves_rows=False, chunks=False),
-        Abilities(moves_rows="rarely"),
-        Abilities(chunks=False),
-    ],
-)
+ABLE = [Abilities(one_pass=False), Abilities(one_pass=False, moves_rows=False, chunks=False)]
+ABLE += [Abilities(moves_rows="rarely"), Abilities(chunks=False)]
+
+
+@pytest.mark.parametrize("able", ABLE)
 def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> None:
-    dice = random.Random(3)
-    input_lens, left = lengths(120, 100, 1500, 0.8, dice), lengths(120, 40, 400, 0.8, dice)
-    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = chats(120, 100, 40, random.Random(3))
+    left = [row.left for row in rows]
     tally, passes = simulate(rows, Limits(80_000), able)
     assert sum(step.tokens for step in passes) == sum(left)
     assert tally.again == 0
@@ -317,18 +311,18 @@ def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
 
 
 def test_rows_that_are_dropped_give_their_room_back() -> None:
-    schedule, engine = Schedule(times(), Limits(1_000_000)), Engine(Abilities())
-    schedule.waiting.add(row(key, 100, 50) for key in range(10))
+    served = Served(Limits(1_000_000))
+    served.add(0, 10, 100, 50)
     for _ in range(3):
-        schedule.done(*engine.run(schedule, times()), (), {})
-    schedule.drop(range(9))
-    schedule.done(*engine.run(schedule, times()), (), {})
-    assert [row.key for row in schedule.running] == [9]
-    assert sum(rows for rows, _, _ in engine.live.values()) == 1
-    schedule.drop([9])
-    assert engine.run(schedule, times())[0] == []
-    assert not engine.live
-    assert not schedule.busy
+        served.step()
+    served.schedule.drop(range(9))
+    served.step()
+    assert [row.key for row in served.schedule.running] == [9]
+    assert sum(rows for rows, _, _ in served.engine.live.values()) == 1
+    served.schedule.drop([9])
+    assert served.step() is None
+    assert not served.engine.live
+    assert not served.schedule.busy
 
 
 def test_kept_positions_are_not_computed_again() -> None:
@@ -539,16 +533,12 @@ def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record()
 
 def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
     small = H100.model_copy(update={"gpu_bytes": 14 << 30})  # no room to keep layers unpacked
-    load = Workload(batch_size=4, input_len=256, output_len=64)
-    case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load, gpu_weights="100%",
-                options=(("weight_codec", "lossless"),))  # fmt: skip
-    coded = make_plan(case, SPEC, small, efficiency=Efficiency())
-    clock = times(coded)
-    decode_s = clock.seconds(PassLoad(rows=4, positions=4 * 256, batches=1))
+    coded = plan_of(4, small, "100%", weight_codec="lossless")
+    clock, decode = times(coded), PassLoad(rows=4, positions=4 * 256, batches=1)
     assert coded.bound_by == "unpacking"
-    assert decode_s == pytest.approx(coded.step_s or 0.0, rel=0.05)
-    assert decode_s > 2 * clock.link_s
-    assert clock.room(PassLoad(rows=4, positions=4 * 256, batches=1)) == 0
+    assert clock.seconds(decode) == pytest.approx(coded.step_s or 0.0, rel=0.05)
+    assert clock.seconds(decode) > 2 * clock.link_s
+    assert clock.room(decode) == 0
 
 
 def test_the_load_is_what_the_machine_has_room_for() -> None:
@@ -570,8 +560,7 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
     load = Workload(batch_size=1, input_len=512, output_len=16)
     case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,
                 options=(("kv_offload", "auto"),))  # fmt: skip
-    machine = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
-    planner = Planner(case, from_catalogue("bloom-176b"), machine)
+    planner = Planner(case, from_catalogue("bloom-176b"), committed.machines()["nvidia-h100-80gb-hbm3-x2"])
     load = largest_load(planner, [(512, 16)] * 100)
     assert load.batch_size == rows
     assert planner.at(load).fits
@@ -585,7 +574,9 @@ class Imperfect(PassTimes):
 
 
 @pytest.mark.parametrize(("host_share", "max_batches"), [(1 / 3, 20), (1.0, 33)])
-def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share: float, max_batches: int) -> None:
+def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(
+    host_share: float, max_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """BLOOM-176B, a fifth: a closed loop of 200 rows, a third of them, or all, with their KV cache in host memory.
     Passes that are longer than the link, whatever they carry, are no reason to carry less; and batches in host memory,
     one for each pass of a row, are not merged, which would take as long as several passes."""
@@ -595,42 +586,40 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(host_share
         model="bloom-176b", engine="stream", offload="cpu", layers=14, workload=load, options=(("kv_offload", "auto"),)
     )
     placement = make_plan(case, spec, H100, efficiency=Efficiency()).placement
-    able = Abilities(moves_rows="rarely")
-    schedule = Schedule(PassTimes(placement, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrivals=True)
-    engine, truth = Engine(able), Imperfect(placement, spec, H100, 512)
+    served = Served(
+        Limits(rows * load.total_len, rows),
+        Abilities(moves_rows="rarely"),
+        lambda: PassTimes(placement, spec, H100, 512),
+        Imperfect(placement, spec, H100, 512),
+    )
+    schedule, run = served.schedule, served.engine.run
     device_positions = round((1 - host_share) * rows) * load.total_len
-    coming, left = [row(key, 512, 32) for key in range(600)], dict.fromkeys(range(600), 32)
-    passes: list[tuple[float, int]] = []
-    batches, merged, seen = 0, 0, set[int]()
-    while coming or schedule.busy:
-        free = rows - len(schedule.running) - len(schedule.waiting)
-        schedule.waiting.add(coming[:free])
-        del coming[:free]
+    merged, seen = 0, set[int]()
+
+    def placed(*how: Any) -> tuple[list[PlannedWork], float]:
+        """Run a pass, and place new batches as an engine does, which fills its device first."""
+        nonlocal merged, seen
         before = [batch for batch in schedule.batches if batch.on_host]
-        works, seconds = engine.run(schedule, truth)
+        done = run(*how)
         merged += sum(len(batch.alive) > 0 and batch not in schedule.batches for batch in before)
         used = sum(batch.reserved for batch in schedule.batches if id(batch) in seen and not batch.on_host)
-        for batch in [
-            batch for batch in schedule.batches if id(batch) not in seen
-        ]:  # as an engine fills its device first
+        for batch in [batch for batch in schedule.batches if id(batch) not in seen]:
             batch.on_host = batch.on_host or used + batch.reserved > device_positions
             used += 0 if batch.on_host else batch.reserved
         seen = {id(batch) for batch in schedule.batches}
-        batches = max(batches, len(works))
-        ready = [batch for batch, count in works if batch.length + count >= batch.width]
-        for sequence in (row for batch in ready for row in batch.rows if row is not None):
-            sequence.add([0])
-        alive = [row.key for batch in ready for row in batch.living]
-        for key in alive:
-            left[key] -= 1
-        schedule.done(works, seconds, [key for key in alive if not left[key]], {})
-        passes.append((seconds, len(alive)))
-    assert not any(left.values())
-    full = passes[32:-32]  # without the rows that begin first and end last
-    reached = sum(tokens for _, tokens in full) / sum(seconds for seconds, _ in full)
-    assert reached >= 0.7 * rows / truth.link_s
+        return done
+
+    monkeypatch.setattr(served.engine, "run", placed)
+    passes: list[Pass] = []
+    while len(served.left) < 600 or schedule.busy:
+        free = rows - len(schedule.running) - len(schedule.waiting)
+        served.add(0, min(free, 600 - len(served.left)), 512, 32)
+        if (done := served.step()) is not None:
+            passes.append(done)
+    assert not any(served.left.values())
+    assert rate(passes[32:-32]) >= 0.7 * rows / served.truth.link_s, "without the first and the last rows"
     assert schedule.tally.again == 0
-    assert (batches <= max_batches, merged) == (True, 0)
+    assert (max(step.batches for step in passes) <= max_batches, merged) == (True, 0)
 
 
 def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.calm) -> int:

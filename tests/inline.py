@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -34,20 +35,18 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
+@dataclass(eq=False)
 class FakeWorker(InlineWorker):
     """A worker without an engine: batches up to `edge` run, others fail as `fails` says, or for want of memory."""
 
-    def __init__(
-        self,
-        edge: int,
-        fails: dict[int, Status] | None = None,
-        refuse_offload: str | None = None,
-        signal_at: tuple[int, int] | None = None,
-        pause_s: float = 0.0,
-    ) -> None:
+    edge: int
+    fails: dict[int, Status] = field(default_factory=dict)
+    refuse_offload: str | None = None
+    signal_at: tuple[int, int] | None = None  # batch size, signal
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
         super().__init__(instead={Load: self._load_point, Measure: self._measure_point})
-        self.edge, self.fails, self.refuse_offload = edge, fails or {}, refuse_offload
-        self.signal_at, self.pause_s = signal_at, pause_s
         self.loads, self.measured = 0, list[int]()
 
     def __call__(self, _target: str, **_settings: Any) -> Self:
@@ -129,38 +128,54 @@ def killed(
         yield written[: written.rfind(b"\n") + 1].splitlines()
 
 
+def slaughter(
+    folder: Path,
+    kills: int,
+    dice: random.Random,
+    whole: int,
+    stored: Callable[[Path], list[bytes]],
+    work: Callable[[Path, Callable[[bytes], object]], object],
+) -> tuple[int, int]:
+    """Kill `work` on a file, `kills` times, and go on with another file when one has `whole` records; return the number
+    of whole files and of records found. Exit with a message if a record that was reported is lost, or one doubled."""
+    finished, reported = 0, set[bytes]()
+
+    def file() -> Path:
+        return folder / f"{finished}.jsonl"
+
+    for lines in killed(lambda write: work(file(), write), kills, dice):
+        reported |= set(lines)
+        found = stored(file())
+        if len(found) != len(set(found)):
+            sys.exit("a record was made twice")
+        if lost := reported - set(found):
+            sys.exit(f"{len(lost)} records were lost")
+        if len(found) == whole:
+            finished, reported = finished + 1, set()
+    return finished, whole * finished + len(reported)
+
+
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
-    """Kill a sweep, `kills` times; return the number of sweeps that finished all their points, and of points found on
-    disk. Exit with a message if a point is lost or doubled."""
+    """Kill a sweep, `kills` times; return the number of sweeps that finished all their points, and of points."""
     os.fsync = lambda fd: None  # what a killed process has written stays
-    dice = random.Random(seed)
     sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
     jobs = prepared(sweep)
-    finished = points = 0
-    reported: set[Case] = set()
-    path = folder / "0.jsonl"
 
-    def work(write: Callable[[bytes], object]) -> None:
+    def name(case: Case) -> bytes:
+        return case.model_dump_json().encode()
+
+    def work(path: Path, write: Callable[[bytes], object]) -> None:
         def report(point: Measurement, resumed: bool) -> None:
             if not resumed:
-                write(point.case.model_dump_json().encode() + b"\n")
+                write(name(point.case) + b"\n")
 
         run_inline(path, sweep, FakeWorker(edge=99, pause_s=0.0005), Events(point=report), jobs)
 
-    for lines in killed(work, kills, dice):
-        reported |= set(map(Case.model_validate_json, lines))
-        if not path.is_file():
-            continue
-        records = read(path)
-        stored = [point.case for point in records.points if point.status in FINAL]
-        if len(stored) != len(set(stored)):
-            sys.exit("a point was recorded twice")
-        if not reported <= set(stored):
-            sys.exit(f"{len(reported - set(stored))} points were lost")
-        if len(stored) == 64:
-            finished, points, reported = finished + 1, points + 64, set()
-            path = folder / f"{finished}.jsonl"
-    return finished, points + len(reported)
+    def stored(path: Path) -> list[bytes]:
+        points = read(path).points if path.is_file() else ()
+        return [name(point.case) for point in points if point.status in FINAL]
+
+    return slaughter(folder, kills, random.Random(seed), 64, stored, work)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.inline import MACHINE, SPEC, killed
+from tests.inline import MACHINE, SPEC, slaughter
 from tests.inline_worker import InlineWorker
 from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request, Update
@@ -91,21 +92,19 @@ class InlineTokenizer:
         self.closed += 1
 
 
+@dataclass(eq=False)
 class InlineRows(InlineWorker):
     """A worker without an engine. With more rows than `edge` in it, it fails with `status`, by death if it `dies`."""
 
-    def __init__(
-        self,
-        edge: int = 1 << 20,
-        status: Status = "oom_gpu",
-        dies: bool = False,
-        pause_s: float = 0.0,
-        refused: Status | None = None,
-        steps: int = 4,
-    ) -> None:
+    edge: int = 1 << 20
+    status: Status = "oom_gpu"
+    dies: bool = False
+    pause_s: float = 0.0
+    refused: Status | None = None
+    steps: int = 4
+
+    def __post_init__(self) -> None:
         super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
-        self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
-        self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
         self.alive: list[Request] = []  # rows that run
         self.queue: list[Request] = []
@@ -146,10 +145,13 @@ class InlineRows(InlineWorker):
             self.alive, self.queue = self.alive + self.queue[:free], self.queue[free:]
             passes += 1
             self._pass(answers)
-        return BatchStepped(
-            passes=passes, seconds=0.1 * passes, rows=list(answers.values()), running=len(self.alive),
-            waiting=len(self.queue), read=100 * passes, padded=5 * passes,
-        )  # fmt: skip
+        counts: dict[str, Any] = {
+            "passes": passes,
+            "running": len(self.alive),
+            "waiting": len(self.queue),
+            "read": 100 * passes,
+        }
+        return BatchStepped(**counts, padded=5 * passes, seconds=0.1 * passes, rows=list(answers.values()))
 
     def _pass(self, answers: dict[int, Update]) -> None:
         alive = []
@@ -199,16 +201,12 @@ def run_inline(
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
     """Kill a job, `kills` times; return the number of finished jobs, of answers on disk, and of starts that continued
-    unfinished rows. Exit with a message if an answer is lost or doubled."""
-    dice = random.Random(seed)
+    unfinished rows. Exit with a message if an answer is lost, doubled or another's."""
+    dice, resumed = random.Random(seed), 0
     jobs.SAVE_S = 0.004
-    prompts = [f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}" for number in range(40)]
-    lines = [line(prompt) for prompt in prompts]
-    finished = answers = resumed = 0
-    reported: set[str] = set()
-    path = folder / "0.jsonl"
+    lines = [line(f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}") for number in range(40)]
 
-    def work(write: Callable[[bytes], object]) -> None:
+    def work(path: Path, write: Callable[[bytes], object]) -> None:
         def report(ledger: Ledger, records: Iterable[dict[str, Any]]) -> None:
             records = list(records)
             ADD(ledger, records)
@@ -217,27 +215,18 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
         setattr(Ledger, "add", report)  # noqa: B010 - the process of a job that is killed
         run_inline(path, lines, InlineRows(pause_s=0.0004), max_rows=4)
 
-    for names_made in killed(work, kills, dice):
-        reported |= set(map(bytes.decode, names_made))
-        if job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes():
-            resumed += 1
-        if not path.is_file():
-            continue
-        whole, _, torn = path.read_bytes().rpartition(b"\n")
+    def stored(path: Path) -> list[bytes]:
+        nonlocal resumed
+        resumed += job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes()
+        whole, _, torn = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
         if torn and not torn.startswith(b"{"):
             sys.exit("a torn line is not the beginning of one")
-        stored = [json.loads(record) for record in whole.splitlines()]
-        if any(record["response"]["body"]["choices"][0]["text"] != text(record["custom_id"]) for record in stored):
+        records = [json.loads(record) for record in whole.splitlines()]
+        if any(record["response"]["body"]["choices"][0]["text"] != text(record["custom_id"]) for record in records):
             sys.exit("an answer is not that of its prompt")
-        names = [record["custom_id"] for record in stored]
-        if len(names) != len(set(names)):
-            sys.exit("a prompt was answered twice")
-        if not reported <= set(names):
-            sys.exit(f"{len(reported - set(names))} answers were lost")
-        if len(names) == len(prompts):
-            finished, answers, reported = finished + 1, answers + len(names), set()
-            path = folder / f"{finished}.jsonl"
-    return finished, answers + len(reported), resumed
+        return [record["custom_id"].encode() for record in records]
+
+    return *slaughter(folder, kills, dice, len(lines), stored, work), resumed
 
 
 if __name__ == "__main__":

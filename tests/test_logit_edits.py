@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from tests import passes
+from tests import Checkpoints, Patch, passes
 from tests.command import zinfer
-from tests.test_continuous import LOAD, Words, run, sequences, small
+from tests.test_continuous import Words, begin, run, sequences, small
 from tests.test_drafts import drafting
 from tests.test_parity import load
 from zinfer.core.request import Sampling
 from zinfer.engine.base import Engine
 from zinfer.generation import sampling, scheduler
 from zinfer.generation.sampling import EditedRow, LogitEdits, choose, distribution, edit
-from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence as Row
 
-Checkpoints = Callable[..., Path]
 SIZE, ENDS = 150, (3, 7)
 EDITED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
@@ -66,13 +64,14 @@ def expected(logits: Tensor, asked: Sampling, prompt: list[int], output: list[in
     return row[0]
 
 
-@pytest.mark.parametrize("name", EDITED)
+@pytest.mark.parametrize("name", [*EDITED, "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edited_logits_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
-    asked, rows = Sampling(**EDITED[name]), histories(24)
-    logits = (4 * torch.randn(24, SIZE, generator=torch.Generator().manual_seed(2))).to(dtype)
-    wanted = torch.stack([expected(each.float(), asked, *row) for each, row in zip(logits, rows, strict=True)])
-    edits = [EditedRow(LogitEdits(asked, *row, ENDS)) for row in rows]
+    kinds, rows = [*EDITED.values()] if name == "mixed" else [EDITED[name]], histories(28)
+    asked = [Sampling(**kinds[number % len(kinds)]) for number in range(28)]
+    logits = (4 * torch.randn(28, SIZE, generator=torch.Generator().manual_seed(2))).to(dtype)
+    wanted = torch.stack([expected(logits[number].float(), asked[number], *row) for number, row in enumerate(rows)])
+    edits = [EditedRow(LogitEdits(each, *row, ENDS)) for each, row in zip(asked, rows, strict=True)]
     assert torch.equal(edit(logits.clone(), edits), wanted)
     assert torch.equal(edit(logits.clone(), edits), wanted), "what is on the device already counts once"
     assert not torch.equal(wanted, logits.float())
@@ -95,13 +94,13 @@ def test_a_gpu_edits_and_draws_as_the_cpu_does() -> None:
 @pytest.mark.gpu
 def test_a_gpu_masks_as_the_cpu_does() -> None:
     logits, bits = torch.randn(5, 1000), torch.randint(-(1 << 31), 1 << 31, (5, 32)).int()
-    asked = LogitEdits(Sampling(), [1], [])
-    masked = [
-        edit(logits.to(device), [EditedRow(asked, mask=row) for row in bits.to(device)]).cpu()
-        for device in ("cpu", "cuda")
-    ]  # fmt: skip
-    assert torch.equal(*masked)
-    assert not masked[0].isfinite().all()
+
+    def masked(device: str) -> Tensor:
+        asked = LogitEdits(Sampling(), [1], [])
+        return edit(logits.to(device), [EditedRow(asked, mask=row) for row in bits.to(device)]).cpu()
+
+    assert torch.equal(masked("cpu"), masked("cuda"))
+    assert not masked("cpu").isfinite().all()
 
 
 def test_a_mask_leaves_the_tokens_of_its_bits() -> None:
@@ -119,15 +118,6 @@ def test_a_mask_leaves_the_tokens_of_its_bits() -> None:
         assert edited[row].isfinite().nonzero()[:, 0].tolist() == tokens
     assert edited[0, 31] == logits[0, 31] + 3
     assert edited[1].isfinite().all()
-
-
-def test_rows_with_different_edits_do_not_touch_each_other() -> None:
-    rows, kinds = histories(28), [Sampling(**fields) for fields in EDITED.values()]
-    logits = 4 * torch.randn(28, SIZE, generator=torch.Generator().manual_seed(3))
-    edits = [EditedRow(LogitEdits(kinds[row % 7], *history, ENDS)) for row, history in enumerate(rows)]
-    together = edit(logits.clone(), edits)
-    for row in range(28):
-        assert torch.equal(together[row], edit(logits[row : row + 1].clone(), edits[row : row + 1])[0])
 
 
 def test_edits_follow_a_growing_row_and_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,20 +155,15 @@ def test_limits_leave_what_those_of_transformers_do(nucleus: bool) -> None:
     }  # fmt: skip
     asked = [Sampling(**{name: dice.choice(values) for name, values in choices.items()}) for _ in range(count)]
     logits = 3 * torch.randn(count, SIZE, generator=torch.Generator().manual_seed(6))
+    asked[0], logits[0, :6] = Sampling(temperature=1, top_k=2), torch.tensor([30.0, 10, 20, 20, 20, 0])
     kept, order = distribution(logits, asked, nucleus)
     kept = kept if order is None else torch.zeros_like(kept).scatter_(-1, order, kept)
     kept /= kept.sum(-1, keepdim=True)
     wanted = torch.cat([warped(logits[row : row + 1], each) for row, each in enumerate(asked)])
     assert torch.equal(kept > 0, wanted > 0)
+    assert (kept[0, :6] > 0).tolist() == [True, False, True, True, True, False], "equal ones at the edge all stay"
     assert torch.allclose(kept, wanted, atol=1e-6, rtol=0)
     assert len({int(number) for number in (kept > 0).sum(-1)}) > 10
-
-
-def test_equal_tokens_at_the_edge_of_top_k_all_stay() -> None:
-    logits = torch.tensor([[3.0, 1, 2, 2, 2, 0]])
-    kept, _ = distribution(logits, [Sampling(temperature=1, top_k=2)], nucleus=False)
-    assert (kept > 0).tolist() == [[True, False, True, True, True, False]]
-    assert torch.equal(kept > 0, hf.TopKLogitsWarper(2)(torch.zeros(1, 1), logits) > -torch.inf)
 
 
 def test_tokens_are_drawn_by_the_limits_whatever_the_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,19 +171,12 @@ def test_tokens_are_drawn_by_the_limits_whatever_the_neighbours(monkeypatch: pyt
     monkeypatch.setattr(sampling, "CHUNK", 4 * SIZE)
     dice, count = random.Random(7), 60
     logits, rows = 3 * torch.randn(count, SIZE, generator=torch.Generator().manual_seed(8)), histories(count)
+    limits = [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2, "top_p": 0.9}, {"temperature": 0.0}]
     fields: list[dict[str, Any]] = [
-        {},
-        {"top_p": 0.8},
-        {"top_k": 3},
-        {"min_p": 0.2, "top_p": 0.9},
-        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": str(row)} | dice.choice(limits) for row in range(count)
     ]
-    kinds: list[dict[str, Any]] = [{}, *EDITED.values()]
-    each_asked = [{"temperature": 1.0, "seed": str(row)} | dice.choice(fields) for row in range(count)]
-    asked = [Sampling.model_validate(each | dice.choice(kinds)) for each in each_asked]
-    edited = {
-        row: EditedRow(LogitEdits(each, *rows[row], ENDS)) for row, each in enumerate(asked) if each.edits
-    }  # fmt: skip
+    asked = [Sampling.model_validate(each | dice.choice([{}, *EDITED.values()])) for each in fields]
+    edited = {row: EditedRow(LogitEdits(each, *rows[row], ENDS)) for row, each in enumerate(asked) if each.edits}
     places = [len(output) for _, output in rows]
     ids, _ = choose(logits, asked, places, edited)
     raw = logits.clone()
@@ -234,40 +212,35 @@ def asked_rows(kinds: Sequence[Sampling]) -> list[Row]:
     return rows
 
 
-def test_penalised_rows_run_beside_others_with_drafts_and_without(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalised_rows_run_beside_others_with_drafts_and_without(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
     monkeypatch.setattr(sampling, "TAIL", 3)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     kinds = [Sampling(**fields) for fields in ({}, *EDITED.values(), {})]
     kinds = [kind.model_copy(update={"stop_token_ids": ()}) for kind in kinds]
     wanted = [by_transformers(engine, row) for row in asked_rows(kinds)]
     assert len({tuple(tokens) for tokens in wanted}) > 6
     answers = {row.key: (row.prompt_ids, tokens) for row, tokens in zip(asked_rows(kinds), wanted, strict=True)}
-    plain = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    for running in (plain, drafting(engine, monkeypatch, answers, 0.3)):
+    for running in (begin(engine), drafting(engine, monkeypatch, answers, 0.3)):
         rows = run(running, [asked_rows(kinds)])
-        assert {row.key: row.output_ids for row in rows} == {key: tokens for key, (_, tokens) in answers.items()}
+        assert [row.output_ids for row in rows] == wanted
         drafted = running.drafts.drafted
         running.end()
     assert drafted > 20
 
 
-def test_a_row_ends_at_its_own_tokens_and_not_before_its_minimum(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_ends_at_its_own_tokens_and_not_before_its_minimum(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    engine = load("stream", checkpoint("llama"), "cpu")
     rows = asked_rows([Sampling()] * 4)
     for row in rows:
         row.prompt_ids, row.left = rows[3].prompt_ids, 14
-    (free,) = run(ContinuousScheduler(engine, Words(), LOAD), [rows[3:]])  # type: ignore[arg-type]
+    (free,) = run(begin(engine), [rows[3:]])
     third = free.output_ids[2]
     first = free.output_ids.index(third)
     rows[0].sampling, rows[0].ignore_eos = Sampling(stop_token_ids=(third,)), True  # of the model's ends alone
     rows[2].sampling = Sampling(stop_token_ids=(third,), min_tokens=6)
-    run(ContinuousScheduler(engine, Words(), LOAD), [rows[:3]])  # type: ignore[arg-type]
+    run(begin(engine), [rows[:3]])
     assert (rows[0].output_ids, rows[0].finish_reason) == (free.output_ids[:first], "stop")
     assert (rows[1].output_ids, rows[1].finish_reason) == (free.output_ids, "length")
     assert third not in rows[2].output_ids[:6]

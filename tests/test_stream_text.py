@@ -4,15 +4,13 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from click.testing import CliRunner
 
-from tests import mentions
+from tests import Checkpoints, mentions
 from tests.inline_worker import InlineWorker
 from zinfer.cli import cli
 from zinfer.commands import run as run_side
@@ -22,7 +20,6 @@ from zinfer.generation.scheduler import add_token
 from zinfer.generation.sequence import Sequence
 from zinfer.worker.tasks import BatchStep, BatchStepped
 
-Checkpoints = Callable[..., Path]
 PROMPTS = ["-p", "Once upon", "-p", "ab"]
 
 
@@ -49,11 +46,8 @@ def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monke
     whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))
     assert whole.exit_code == 0, whole.output
     answers = json.loads(whole.stdout)
-    assert [(answer["prompt"], answer["finish_reason"]) for answer in answers] == [
-        ("Once upon", "length"),
-        ("ab", "length"),
-    ]
-    assert all(len(answer["output_ids"]) == 9 for answer in answers)
+    facts = [(answer["prompt"], answer["finish_reason"], len(answer["output_ids"])) for answer in answers]
+    assert facts == [("Once upon", "length", 9), ("ab", "length", 9)]
     assert sum(map(bool, shown)) > 3
     assert "".join(shown) == answers[0]["output_text"]
     plain = CliRunner().invoke(cli, words(checkpoint, *PROMPTS))
@@ -127,8 +121,7 @@ def test_prompts_and_generation_have_rates_of_their_own(capsys: pytest.CaptureFi
     step(2.0, 0, 1, 2)
     assert answers.all_begun
     step(1.0, 0, 1, 2, ending=True)
-    text = "9 tokens in 5 s: 1.8 tok/s (prompts 20 tok/s, generation 2.5 tok/s, median TTFT 1 s)"
-    assert answers.summary() == text
+    assert mentions(answers.summary(), "9", "5 s", "1.8 tok/s", "20 tok/s", "2.5 tok/s", "1 s")
     answers.end()
     shown = json.loads(capsys.readouterr().out)
     assert [answer["ttft_s"] for answer in shown] == [1.0, 1.0, 4.0]
@@ -136,42 +129,41 @@ def test_prompts_and_generation_have_rates_of_their_own(capsys: pytest.CaptureFi
     assert [answer["decode_tok_s"] for answer in shown] == [2.0, 0.75, 1.0]
 
 
-def test_pieces_wait_for_whole_characters() -> None:
-    class Bytes:
-        def decode(self, ids: list[int], before: Any = ()) -> str:
-            return bytes(ids).decode(errors="replace")
-
-    tokenizer, sequence = Bytes(), Sequence([1], 9)
-    texts = []
-    for byte in "aé b".encode():
-        sequence.output_ids.append(byte)
-        texts.append(sequence.new_text(tokenizer))  # type: ignore[arg-type]
-    assert texts == ["a", "", "é", "", " b"]
-    sequence.output_ids.append(0xC3)
-    assert sequence.new_text(tokenizer) == ""  # type: ignore[arg-type]
-    sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
-    assert sequence.new_text(tokenizer) == "\ufffd"  # type: ignore[arg-type]
+class Bytes:
+    def decode(self, ids: list[int], before: Any = ()) -> str:
+        return bytes(ids).decode(errors="replace")
 
 
-def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
-    class Fallback:
-        """Adjacent bytes become characters only together, like `ByteFallback`."""
+class Fallback:
+    """Adjacent bytes become characters only together, like `ByteFallback`."""
 
-        def decode(self, ids: list[int], before: Any = ()) -> str:
-            runs = [(kind, [*run]) for kind, run in groupby(ids, lambda token_id: token_id < 256)]
-            return "".join(self._bytes(bytes(run)) if kind else "".join(map(chr, run)) for kind, run in runs)
+    def decode(self, ids: list[int], before: Any = ()) -> str:
+        runs = [(kind, [*run]) for kind, run in groupby(ids, lambda token_id: token_id < 256)]
+        return "".join(self._bytes(bytes(run)) if kind else "".join(map(chr, run)) for kind, run in runs)
 
-        def _bytes(self, run: bytes) -> str:
-            try:
-                return run.decode()
-            except UnicodeDecodeError:
-                return "\ufffd" * len(run)
+    def _bytes(self, run: bytes) -> str:
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
 
-    tokenizer, sequence, texts = Fallback(), Sequence([1], 9), []
-    for token in [*"é".encode(), *"à".encode(), 0xFF, 0x3B1, 0x3B2]:
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "texts"),
+    [
+        (Bytes(), [*"aé b".encode(), 0xC3], ["a", "", "é", "", " b", ""]),
+        (Fallback(), [*"éà".encode(), 0xFF, 0x3B1, 0x3B2], ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]),
+    ],
+)
+def test_pieces_wait_for_whole_characters(tokenizer: Any, tokens: list[int], texts: list[str]) -> None:
+    """They go on where a tokenizer takes characters back, and end with what is left of one."""
+    sequence, shown = Sequence([1], 9), []
+    for token in tokens:
         sequence.output_ids.append(token)
-        texts.append(sequence.new_text(tokenizer))  # type: ignore[arg-type]
-    assert texts == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
+        shown.append(sequence.new_text(tokenizer))
+    assert shown == texts
+    sequence.finish_reason, sequence.text = "length", tokenizer.decode(tokens)
+    assert sequence.new_text(tokenizer) == ("\ufffd" if tokens[-1] == 0xC3 else "")
 
 
 class Cleaned:

@@ -145,13 +145,9 @@ class InlineRows(InlineWorker):
             self.alive, self.queue = self.alive + self.queue[:free], self.queue[free:]
             passes += 1
             self._pass(answers)
-        counts: dict[str, Any] = {
-            "passes": passes,
-            "running": len(self.alive),
-            "waiting": len(self.queue),
-            "read": 100 * passes,
-        }
-        return BatchStepped(**counts, padded=5 * passes, seconds=0.1 * passes, rows=list(answers.values()))
+        left: dict[str, Any] = {"running": len(self.alive), "waiting": len(self.queue)}
+        spent: dict[str, Any] = {"passes": passes, "seconds": 0.1 * passes, "read": 100 * passes, "padded": 5 * passes}
+        return BatchStepped(rows=list(answers.values()), **left, **spent)
 
     def _pass(self, answers: dict[int, Update]) -> None:
         alive = []

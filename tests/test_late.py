@@ -29,7 +29,7 @@ from zinfer.job.serve import dispatcher
 from zinfer.worker.process import LoadFailed
 from zinfer.worker.tasks import BatchStart, BatchStep
 
-CPU = torch.device("cpu")
+CPU, STREAM = torch.device("cpu"), "zinfer.engine.stream.engine:Stream"
 pytestmark = pytest.mark.usefixtures("all_coded")
 LAYERS = 6
 LAST = "model.layers.5.mlp.up_proj.weight"
@@ -47,7 +47,7 @@ plan_of = partial(parity.plan_of, dtype="bfloat16")
 class Slow:
     """Disk that holds reads of a layer back until `gate` opens."""
 
-    def __init__(self, folder: Path, layer: int, monkeypatch: Patch) -> None:
+    def __init__(self, folder: Path, monkeypatch: Patch, layer: int = LAYERS - 1) -> None:
         self.gate, self.held = threading.Event(), threading.Event()
         self._held = {
             (info.file, info.start)
@@ -74,29 +74,23 @@ def facts(loaded: Stream) -> tuple[Any, ...]:
     return loaded.effective(), loaded.loaded_bytes
 
 
-@pytest.mark.parametrize(
-    ("gpu_weights", "options"),
-    [
-        (None, {"weight_codec": "lossless"}),
-        (None, {"weight_codec": "none"}),
-        (None, {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
-        (None, {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "cpu"}),
-        ("50%", {"weight_codec": "lossless"}),
-        ("auto", {"weight_codec": "lossless"}),
-        (None, {"packed": "layers"}),
-    ],
-)
+CODED = {"weight_codec": "lossless"}
+HOW = [CODED, {"weight_codec": "none"}, {"packed": "layers"}]
+HOW += [CODED | {"gpu_weights": share} for share in ("50%", "auto")]
+HOW += [CODED | {"kv_offload": "cpu", "kv_attention": device} for device in ("gpu", "cpu")]
+
+
+@pytest.mark.parametrize("options", HOW)
 def test_a_pass_begins_before_the_last_layer_is_loaded(
-    gpu_weights: str | None, options: dict[str, Any], checkpoint: Path, monkeypatch: Patch
+    options: dict[str, Any], checkpoint: Path, monkeypatch: Patch
 ) -> None:
-    plan = plan_of(checkpoint, gpu_weights=gpu_weights, **options)
+    plan = plan_of(checkpoint, **options)
     if "packed" in options:
-        revision = revision_of(plan.model, "safetensors")
-        packed.write(plan.model, revision, Path("layers"), CPU)
+        packed.write(plan.model, revision_of(plan.model, "safetensors"), Path("layers"), CPU)
     whole = Stream(plan)
     expected, counted = [greedy(whole, lengths) for lengths in BATCHES], facts(whole)
     whole.close()
-    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    slow = Slow(checkpoint, monkeypatch)
     if "packed" in options:
         slow.hold_packed(Path("layers"), LAYERS - 1)
     seen = list[tuple[str, float]]()
@@ -125,7 +119,7 @@ def test_a_pass_begins_before_the_last_layer_is_loaded(
 
 @pytest.mark.parametrize("way", ["counts", "closes"])
 def test_what_counts_bytes_and_who_closes_wait_for_the_load(way: str, checkpoint: Path, monkeypatch: Patch) -> None:
-    slow = Slow(checkpoint, 3, monkeypatch)
+    slow = Slow(checkpoint, monkeypatch, 3)
     early = Stream.begin(plan_of(checkpoint))
     assert slow.held.wait(60)
     timer = threading.Timer(0.3, slow.gate.set)  # a read under way cannot be taken back
@@ -152,8 +146,7 @@ def spoiled(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def request() -> Request:
-    return Request(key=0, prompt_ids=[9, 8, 7], left=4, sampling=Sampling(temperature=0))
+REQUEST = Request(key=0, prompt_ids=[9, 8, 7], left=4, sampling=Sampling(temperature=0))
 
 
 def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
@@ -162,7 +155,7 @@ def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
     folder = spoiled(checkpoint, tmp_path / "spoiled")
     with pytest.raises(CheckpointError, match=f"{LAST} holds NaN") as whole:
         Stream(plan_of(folder))
-    slow = Slow(folder, LAYERS - 1, monkeypatch)
+    slow = Slow(folder, monkeypatch)
     early = Stream.begin(plan_of(folder))
     slow.gate.set()
     for _ in range(2):
@@ -178,13 +171,10 @@ def test_a_fault_of_the_last_layer_is_raised_in_every_pass(
 def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
     checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    good, bad = checkpoint, spoiled(checkpoint, tmp_path / "spoiled")
-    for folder in (good, bad):
-        slow = Slow(folder, LAYERS - 1, monkeypatch)
+    for folder in (checkpoint, spoiled(checkpoint, tmp_path / "spoiled")):
+        slow = Slow(folder, monkeypatch)
         loads = list[tuple[int, float]]()
-        worker = InlineWorker(
-            "zinfer.engine.stream.engine:Stream", on_loaded=lambda *what, loads=loads: loads.append(what)
-        )
+        worker = InlineWorker(STREAM, on_loaded=lambda *what, loads=loads: loads.append(what))
         plan = plan_of(folder)
         worker.load(plan, early=True)
         assert worker.facts.load_s is None
@@ -193,8 +183,8 @@ def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
         assert started.loading
         assert worker.ask(BatchStep(answer_s=0)).loaded is None, "nothing is asked, and nothing waited for"
         slow.gate.set()
-        step = BatchStep(requests=[request()], answer_s=0)
-        if folder == good:
+        step = BatchStep(requests=[REQUEST], answer_s=0)
+        if folder == checkpoint:
             answer = worker.ask(step)
             assert answer.loaded is not None
             assert answer.loaded.load_s == worker.facts.load_s == loads[0][1] > 0
@@ -209,14 +199,14 @@ def test_a_worker_answers_early_and_gives_no_token_of_a_broken_checkpoint(
 
 
 def test_weights_that_change_meanwhile_are_refused(checkpoint: Path, monkeypatch: Patch) -> None:
-    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
-    worker = InlineWorker("zinfer.engine.stream.engine:Stream", revision="another")
+    slow = Slow(checkpoint, monkeypatch)
+    worker = InlineWorker(STREAM, revision="another")
     plan = plan_of(checkpoint)
     worker.load(plan, early=True)
     worker.ask(BatchStart(load=plan.case.workload))
     slow.gate.set()
     with pytest.raises(LoadFailed, match="does not hold the weights of the start any more"):
-        worker.ask(BatchStep(requests=[request()], answer_s=0))
+        worker.ask(BatchStep(requests=[REQUEST], answer_s=0))
     worker.close()
 
 
@@ -224,11 +214,8 @@ def test_weights_that_change_meanwhile_are_refused(checkpoint: Path, monkeypatch
 def test_a_command_ends_as_if_it_had_loaded_first(verb: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = spoiled(checkpoint, tmp_path / "spoiled")
     how = ["--model", str(folder), "--engine", "stream", "--offload", "cpu", "--dtype", "bfloat16"]
-    if verb == "run":
-        how += ["--prompt", "abc", "--output-len", "4"]
-    else:
-        Path("in.jsonl").write_bytes(line("abc", 4))
-        how += ["in.jsonl", "-o", "out.jsonl"]
+    Path("in.jsonl").write_bytes(line("abc", 4))
+    how += ["--prompt", "abc", "--output-len", "4"] if verb == "run" else ["in.jsonl", "-o", "out.jsonl"]
     done = zinfer(tmp_path, verb, *how)
     assert done.returncode == CheckpointError.exit_code, done.stderr
     assert f"{LAST} holds NaN or infinity (value 7)" in done.stderr
@@ -240,10 +227,10 @@ def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(
     checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = spoiled(checkpoint, tmp_path / "spoiled")
-    slow = Slow(folder, LAYERS - 1, monkeypatch)
+    slow = Slow(folder, monkeypatch)
     monkeypatch.setattr(dispatcher, "LOOK_S", 0.01)
     plan = plan_of(folder)
-    with serving(plan, lambda: InlineWorker("zinfer.engine.stream.engine:Stream"), plan.case.workload) as server:
+    with serving(plan, lambda: InlineWorker(STREAM), plan.case.workload) as server:
         assert server.dispatcher.state == "ready"
         slow.gate.set()
         server.wait(lambda: server.dispatcher.state == "ended")
@@ -252,7 +239,7 @@ def test_a_server_of_a_broken_checkpoint_ends_though_nobody_asks(
 
 
 def test_a_load_without_room_ends_before_its_first_pass(checkpoint: Path, monkeypatch: Patch) -> None:
-    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    slow = Slow(checkpoint, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     assert early.late is not None
     monkeypatch.setattr(load, "available_bytes", lambda: 0)
@@ -270,7 +257,7 @@ def test_chunks_of_late_layers_that_are_larger_find_room(checkpoint: Path, monke
     whole = Stream(plan_of(checkpoint))
     expected = greedy(whole, BATCHES[0])
     whole.close()
-    slow = Slow(checkpoint, LAYERS - 1, monkeypatch)
+    slow = Slow(checkpoint, monkeypatch)
     early = Stream.begin(plan_of(checkpoint))
     ring = early._ring
     assert ring is not None

@@ -171,11 +171,10 @@ def test_tokens_are_drawn_by_the_limits_whatever_the_neighbours(monkeypatch: pyt
     monkeypatch.setattr(sampling, "CHUNK", 4 * SIZE)
     dice, count = random.Random(7), 60
     logits, rows = 3 * torch.randn(count, SIZE, generator=torch.Generator().manual_seed(8)), histories(count)
-    limits = [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2, "top_p": 0.9}, {"temperature": 0.0}]
-    fields: list[dict[str, Any]] = [
-        {"temperature": 1.0, "seed": str(row)} | dice.choice(limits) for row in range(count)
-    ]
-    asked = [Sampling.model_validate(each | dice.choice([{}, *EDITED.values()])) for each in fields]
+    limits: Any = [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2, "top_p": 0.9}, {"temperature": 0.0}]
+    kinds: Any = [{}, *EDITED.values()]
+    fields = [{"temperature": 1.0, "seed": str(row)} | dice.choice(limits) for row in range(count)]
+    asked = [Sampling.model_validate(each | dice.choice(kinds)) for each in fields]
     edited = {row: EditedRow(LogitEdits(each, *rows[row], ENDS)) for row, each in enumerate(asked) if each.edits}
     places = [len(output) for _, output in rows]
     ids, _ = choose(logits, asked, places, edited)

@@ -53,26 +53,25 @@ def save(directory: Path, template: str = "plain") -> Path:
 
 def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
     """Draw a schema of bounded texts."""
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "array", "object", "anyOf"]
-    kind = dice.choice(kinds[: 8 if depth > 1 else None] if depth else kinds[8:10])
-    if kind == "string":
-        return {"type": "string", "maxLength": dice.randint(1, 8)}
-    if kind == "integer":
-        low = dice.randint(-50, 50)
-        return {"type": "integer", "minimum": low, "maximum": low + dice.randint(0, 500)}
-    if kind == "number":
-        return {"type": "number", "minimum": 0, "maximum": dice.randint(1, 9)}
-    if kind == "enum":
-        return {"enum": dice.sample(["a", "é", "東京", 1, 2.5, None, True, "x y"], dice.randint(1, 4))}
-    if kind == "const":
-        return {"const": dice.choice(["fixed", 7, {"a": [1]}, '"quoted"\n'])}
-    if kind == "pattern":
-        return {"type": "string", "pattern": dice.choice(["^[a-c]{2,4}$", "^(yes|no)$", r"^\d{3}-\d{2}$"])}
-    if kind == "array":
-        low = dice.randint(0, 2)
-        return {"type": "array", "items": schema(dice, depth + 1), "minItems": low, "maxItems": low + 1}
+    low, patterns = dice.randint(-50, 50), ["^[a-c]{2,4}$", "^(yes|no)$", r"^\d{3}-\d{2}$"]
+    plain: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": dice.randint(1, 8)},
+        {"type": "integer", "minimum": low, "maximum": low + dice.randint(0, 500)},
+        {"type": "number", "minimum": 0, "maximum": dice.randint(1, 9)},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": dice.sample(["a", "é", "東京", 1, 2.5, None, True, "x y"], dice.randint(1, 4))},
+        {"const": dice.choice(["fixed", 7, {"a": [1]}, '"quoted"\n'])},
+        {"type": "string", "pattern": dice.choice(patterns)},
+    ]
+    kind = dice.choice(["plain"] * 8 * (depth > 0) + ["array", "object"] * (depth < 2) + ["anyOf"] * (depth == 1))
+    if kind == "plain":
+        return dice.choice(plain)
+    parts = [schema(dice, depth + 1) for _ in range(dice.randint(1, 4))]
     if kind == "anyOf":
-        return {"anyOf": [schema(dice, depth + 1) for _ in range(dice.randint(1, 3))]}
-    fields = {f"{dice.choice('abcdef')}{number}": schema(dice, depth + 1) for number in range(dice.randint(1, 4))}
+        return {"anyOf": parts[:3]}
+    if kind == "array":
+        return {"type": "array", "items": parts[0], "minItems": low % 3, "maxItems": low % 3 + 1}
+    fields = {f"{dice.choice('abcdef')}{number}": part for number, part in enumerate(parts)}
     asked = [name for name in fields if dice.random() < 0.7]
     return {"type": "object", "properties": fields, "required": asked, "additionalProperties": False}

@@ -1,6 +1,7 @@
 """A model that drafts: the tokens are those of decoding one by one, however good it is, and wherever rows are."""
 
 import json
+import random
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -230,6 +231,29 @@ class Timed:
     def discard(self, key: int) -> None: ...
 
 
+def simulated(
+    token_s: float | None, pass_s: float, right: float, rows: int, limits: list[int]
+) -> tuple[list[int], int, float]:
+    """Return the drafts of each pass, the tokens and the seconds. A draft is right with probability `right`; a pass
+    takes a second, or `pass_s` with drafts; `limits` are the drafts that a row may have in each pass."""
+    drafter, dice = Timed(token_s), random.Random(1)
+    drafts, sizes, tokens, seconds = Drafts(drafter), list[int](), 0, 0.0
+    for limit in limits:
+        asked = len(drafter.calls)
+        sequences = {key: sequence.Sequence([1, 2, 3], limit + 1) for key in range(rows)}
+        proposed = drafts.propose(sequences, dict.fromkeys(sequences, limit), 1000)
+        took = pass_s if proposed else 1.0
+        seconds += took + (token_s or 0) * sum(drafter.calls[asked:])
+        tokens += rows
+        for key, ids in proposed.items():
+            accepted = next((index for index in range(len(ids)) if dice.random() >= right), len(ids))
+            drafts.observe(key, len(ids), accepted)
+            tokens += accepted
+        drafts.passed(took)
+        sizes.append(max(map(len, proposed.values()), default=0))
+    return sizes, tokens, seconds
+
+
 @pytest.mark.parametrize(
     ("token_s", "pass_s", "right", "low", "high"),
     [
@@ -240,22 +264,7 @@ class Timed:
 )  # fmt: skip
 def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: float, low: int, high: int) -> None:
     """A pass takes a second, or `pass_s` with drafts. Where they do not pay one is tried now and then."""
-    drafter = Timed(token_s)
-    drafts = Drafts(drafter)
-    rows = {key: sequence.Sequence([1, 2, 3], 1000) for key in range(4)}
-    dice, sizes, tokens, seconds = torch.Generator().manual_seed(1), list[int](), 0, 0.0
-    for _ in range(600):
-        asked = len(drafter.calls)
-        proposed = drafts.propose(rows, dict.fromkeys(rows, 999), 1000)
-        seconds += (pass_s if proposed else 1) + (token_s or 0) * sum(drafter.calls[asked:])
-        tokens += 4
-        for key, ids in proposed.items():
-            wrong = torch.rand(len(ids), generator=dice) >= right
-            accepted = int(wrong.long().argmax()) if bool(wrong.any()) else len(ids)
-            drafts.observe(key, len(ids), accepted)
-            tokens += accepted
-        drafts.passed(pass_s if proposed else 1.0)
-        sizes.append(max(map(len, proposed.values()), default=0))
+    sizes, tokens, seconds = simulated(token_s, pass_s, right, rows=4, limits=[999] * 600)
     assert low <= sorted(sizes[100:])[250] <= high
     assert tokens / seconds > 0.97 * 4, "never slower than without"
 
@@ -264,16 +273,8 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
 @pytest.mark.parametrize("pass_s", [1.0, 1.06, 1.2])
 def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: float) -> None:
     """Load of 64 tokens a row with one-second passes. With drafts they take `pass_s`. A token is drafted in 4 ms."""
-    drafts, seconds = Drafts(Timed(0.004)), 0.0
-    for step in range(64):
-        sequences = {key: sequence.Sequence([1, 2, 3], 64 - step) for key in range(rows)}
-        proposed = drafts.propose(sequences, dict.fromkeys(sequences, 63 - step), 1000)
-        took = pass_s if proposed else 1.0
-        seconds += took + 0.004 * max(map(len, proposed.values()), default=0)
-        for key, ids in proposed.items():
-            drafts.observe(key, len(ids), 0)
-        drafts.passed(took)
-    assert drafts.drafted > 0
+    sizes, _, seconds = simulated(0.004, pass_s, 0.0, rows, limits=[*range(63, -1, -1)])
+    assert sum(sizes) > 0
     assert seconds < 64 * 1.02
 
 

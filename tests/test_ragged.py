@@ -114,26 +114,27 @@ def test_layers_of_other_kinds_join_or_not(
     check(engine, joins=joins)
 
 
+def odd(change: str, **option: Any) -> Any:
+    """Return attention that gets what no model of ours gives, or is left out in a layer."""
+    real = attention.attention
+
+    def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, given: Any, **options: Any) -> Any:
+        if change == "skips" and module.layer_idx == 1:
+            return query.transpose(1, 2), None
+        key = key * 1 if change == "keys" else key
+        given = torch.zeros(len(query), 1, 1, 1) if change == "mask" else given
+        return real(module, query, key, value, given, **options | (option if change == "option" else {}))
+
+    return changed
+
+
 @pytest.mark.parametrize("change", ["keys", "mask", "option", "skips"])
 def test_a_model_that_attends_in_its_own_way_is_found_out(
     change: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Its rows are recomputed per micro-batch, and never batched together again."""
     engine = load("stream", checkpoint("llama"), "cpu")
-    real = attention.attention
-
-    def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        if change == "keys":
-            key = key * 1
-        elif change == "mask":
-            mask = torch.zeros(len(query), 1, 1, 1)
-        elif change == "option":
-            options["softcap"] = 30.0
-        elif module.layer_idx == 1:
-            return query.transpose(1, 2), None
-        return real(module, query, key, value, mask, **options)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.JOINED, changed)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.JOINED, odd(change, softcap=30.0))
     check(engine, joins=False)
     assert engine._ragged.able is False  # type: ignore[attr-defined]
 
@@ -144,15 +145,7 @@ def test_host_rows_that_the_cpu_cannot_attend_to_are_refused(
 ) -> None:
     """A chunk of a prompt whose first part is in host memory: there is no other way to compute it."""
     engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention="cpu")
-    real = attention.attention
-
-    def changed(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
-        if change == "skips" and module.layer_idx == 1:
-            return query.transpose(1, 2), None
-        key = key * 1 if change == "keys" else key
-        return real(module, query, key, *others, **options | ({"unheard_of": 1} if change == "option" else {}))
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, changed)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, odd(change, unheard_of=1))
     ids = torch.randint(4, 90, (2, 9))
     batch = engine.admit(torch.ones_like(ids), 12)
     engine.forward([Work(batch, ids[:, :4])])

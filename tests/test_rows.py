@@ -133,22 +133,10 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Checkpoints, tmp
     assert len({body["choices"][0]["text"] for body in mixed.values()}) == 6
 
 
-def test_penalties_of_a_line_are_its_own(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    fields: list[dict[str, Any]] = [
-        {}, {"repetition_penalty": 0.5}, {"presence_penalty": -2, "frequency_penalty": -1}, {"logit_bias": {"70": 100}},
-        {"temperature": 1, "top_k": 2, "min_p": 0.1}, {},
-    ]  # fmt: skip
-    body = {"prompt": "ababab", "max_tokens": 12, "temperature": 0, "seed": 1}
-    lines = [request(str(key), body | more) for key, more in enumerate(fields)]
-    together, worker = answers(checkpoint("llama"), tmp_path / "a.jsonl", lines)
-    alone, _ = answers(checkpoint("llama"), tmp_path / "b.jsonl", lines, max_rows=1)
-    assert together == alone
-    texts = [together[str(key)]["choices"][0]["text"] for key in range(6)]
-    assert texts[0] == texts[5]
-    assert len({*texts}) == 5
-    bad = request("bad", {"prompt": "x", "stop_token_ids": [10_000]})
-    rows, (fault,) = requests_of([bad, lines[0]], [[1], [1]], None, worker.spec.vocab_size, 20, {})
-    assert len(rows) == 1
+def test_a_token_that_the_model_does_not_have_is_the_fault_of_its_line() -> None:
+    bad, good = (request(name, {"prompt": "x", "stop_token_ids": [token]}) for name, token in (("a", 10_000), ("b", 7)))
+    (row,), (fault,) = requests_of([bad, good], [[1], [1]], None, 128, 20, {})
+    assert row.sampling.stop_token_ids == (7,)
     assert (fault.code, "stop_token_ids has token 10000" in fault.message) == ("invalid_value", True)
 
 

@@ -687,9 +687,8 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
 
 
 def test_a_plan_of_requests_has_their_mean_lengths(tmp_path: Path) -> None:
-    (recipe := tmp_path / "mine.toml").write_text(
-        'model = "bloom-tiny"\nrequest_lengths = "fixed:30,9"\nnum_requests = 4\n'
-    )
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('model = "bloom-tiny"\nrequest_lengths = "fixed:30,9"\nnum_requests = 4\n')
     done = invoke("plan", recipe, "--machine", "h200")
     assert done.returncode == 0, done.stderr
     assert "30 in / 9 out" in done.stdout

@@ -10,6 +10,7 @@ import time
 import weakref
 from array import array
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,14 @@ def test_a_point_holds_every_sample() -> None:
     assert loads == [(point.load_bytes, point.load_s)] == [(SPEC.weight_bytes, point.load_s)]
 
 
-@pytest.mark.parametrize(("target", "raised"), [(TARGET, None), ("tests.fakes:Missing", AttributeError)])
-def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(
-    target: str, raised: type[Exception] | None
-) -> None:
+@pytest.mark.parametrize("name", ["FakeEngine", "Missing"])
+def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(name: str) -> None:
     gc.unfreeze()
     library = [FakeEngine]
+    make = partial(imported, f"tests.fakes:{name}", early=False)
     try:
-        with pytest.raises(raised) if raised else nullcontext():
-            assert imported(target, early=False)(make_plan(case(), SPEC, MACHINE), silent).plan.case == case()
+        with pytest.raises(AttributeError) if name == "Missing" else nullcontext():
+            assert make()(make_plan(case(), SPEC, MACHINE), silent).plan.case == case()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 0
         assert library not in gc.get_objects()
@@ -221,9 +221,8 @@ def test_a_failure_ends_a_command_with_the_code_of_its_kind(
     def fail(*_: object) -> Any:
         raise error
 
-    plan = make_plan(case(), SPEC, MACHINE)
     worker = InlineWorker(fail, instead={PrefixReuse: fail})
-    for ask in (lambda: worker.ask(PrefixReuse(context=9, new_tokens=2, repeats=1)), lambda: worker.load(plan)):
+    for ask in (lambda: worker.ask(PrefixReuse(context=9, new_tokens=2, repeats=1)), lambda: worker.load(PLAN)):
         with pytest.raises(TaskFailed) as failed:
             ask()
         assert (failed.value.status, failed.value.exit_code) == (status, exit_code)
@@ -291,7 +290,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
             held.append(weakref.ref(scores))
             raise torch.OutOfMemoryError("out of memory")
 
-    worker = InlineWorker.around(Hungry(make_plan(case(), SPEC, MACHINE)))
+    worker = InlineWorker.around(Hungry(PLAN))
     gc.disable()
     try:
         point = worker.measure(case(), repeats=1, tolerance=0.02)

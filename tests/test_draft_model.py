@@ -86,12 +86,11 @@ def test_tokens_are_those_of_decoding_one_by_one(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     small_one = like(checkpoint("llama"), tmp_path / "small", noise)
-    engine = load(name, checkpoint("llama"), offload, tmp_path, draft=str(small_one), **options)
+    engine: Any = load(name, checkpoint("llama"), offload, tmp_path, draft=str(small_one), **options)
     rows, running = sequences(14, 3), drafting(engine, monkeypatch)
     check(engine, rows, running, rows[:5], rows[5:6], rows[6:])
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     assert drafted > 20
-    assert engine.draft is not None
     assert engine.draft.batches == []
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
 
@@ -103,10 +102,9 @@ def test_steps_of_the_small_model_are_recorded(
     """CUDA graphs launch one-token drafts, with varying numbers of tokens kept."""
     small(monkeypatch)
     small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
-    engine = load("stream", checkpoint(architecture), "cpu", draft=str(small_one))
+    engine: Any = load("stream", checkpoint(architecture), "cpu", draft=str(small_one))
     running = drafting(engine, monkeypatch)
     check(engine, alike(5, 8, 24), running)
-    assert engine.draft is not None
     assert engine.draft.effective().settings["cuda_graphs"] == "on"
     assert recorder.replayed > running.drafts.drafted / 5
     assert 0 < running.drafts.accepted < running.drafts.drafted
@@ -116,12 +114,11 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
     """The number of rows seldom changes: CUDA graphs are recorded for it."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
-    engine = load("stream", checkpoint("llama"), "cpu", draft=str(small_one))
+    engine: Any = load("stream", checkpoint("llama"), "cpu", draft=str(small_one))
     rows = alike(8, 8, 30)
     for row in rows:
         row.left = 6 + 4 * row.key
     running = drafting(engine, monkeypatch)
-    assert engine.draft is not None
     forward, sizes = engine.draft.forward, list[int]()
 
     def watched(works: Sequence[Any]) -> Any:
@@ -142,7 +139,7 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
     gaps."""
     small(monkeypatch, 60)
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
-    engine = load("stream", checkpoint(architecture), "cpu", draft=str(checkpoint("llama")))
+    engine: Any = load("stream", checkpoint(architecture), "cpu", draft=str(checkpoint("llama")))
     rows = alike(9, 8, 30)
     expected = {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
     running = drafting(engine, monkeypatch, step=4)
@@ -160,7 +157,6 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
 
     monkeypatch.setattr(running.drafts, "propose", now_and_then)
     moved = Counter[str]()
-    assert engine.draft is not None
     for name in ("move_rows", "retire", "rollback"):
         method = getattr(engine.draft, name)
 
@@ -191,7 +187,7 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     small(monkeypatch, 200)
-    engine = load("stream", checkpoint("llama"), "none", draft=str(checkpoint("opt")))  # of 64 positions
+    engine: Any = load("stream", checkpoint("llama"), "none", draft=str(checkpoint("opt")))  # of 64 positions
     running = drafting(engine, monkeypatch)
     check(engine, alike(3, 40, 40), running)
     assert 0 < running.drafts.drafted < 3 * 16 * 24
@@ -199,9 +195,8 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
 
 def test_memory_that_is_short_for_drafts_ends_no_row(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    engine = load("stream", checkpoint("llama"), "cpu", draft=str(checkpoint("llama")))
+    engine: Any = load("stream", checkpoint("llama"), "cpu", draft=str(checkpoint("llama")))
     running = drafting(engine, monkeypatch)
-    assert engine.draft is not None
     forward, calls = engine.draft.forward, count(1)
 
     def short(works: Any) -> Any:

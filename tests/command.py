@@ -70,9 +70,15 @@ def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProce
 
 def started(folder: Path, *words: str, **settings: Any) -> "subprocess.Popen[str]":
     """Start `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.Popen."""
-    usual: dict[str, Any] = {"cwd": folder, "env": environment(HF_HUB_OFFLINE="1"), "text": True}
+    process: subprocess.Popen[str] = python("-m", "zinfer", *words, cwd=folder, **settings)
+    return process
+
+
+def python(*words: str, **settings: Any) -> Any:
+    """Start Python with `words`: text comes from its pipes; `settings` are those of subprocess.Popen."""
+    usual: dict[str, Any] = {"env": environment(HF_HUB_OFFLINE="1"), "text": True}
     usual |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-m", "zinfer", *words], **usual | settings)
+    return subprocess.Popen([sys.executable, *words], **usual | settings)
 
 
 def interrupted(process: "subprocess.Popen[str]", number: int = signal.SIGINT) -> str:

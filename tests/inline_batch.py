@@ -109,7 +109,7 @@ class InlineRows(InlineWorker):
         self.alive: list[Request] = []  # rows that run
         self.queue: list[Request] = []
         self.sizes: list[int] = []  # rows in the worker at each step
-        self.before: Callable[[str], None] = lambda _task: None
+        self.before: Callable[[str], object] = lambda _task: None
 
     def __call__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests import wait
+from tests import PATIENCE_S, wait
 from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
@@ -43,26 +43,21 @@ class Server:
     def start(self) -> None:
         self._thread.start()
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+    def sent(self, body: Any, *headers: str, length: int | None = None, buffer: int | None = None) -> socket.socket:
+        """Send a `request` and read nothing; `buffer` bytes of its answer find room."""
+        connection = socket.socket()
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", self.server.port))
+        connection.sendall(request(body, *headers, length=length))
+        return connection
 
-    def ask(
-        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
-    ) -> tuple[int, Any, dict[str, str]]:
-        """Return an answer's status, body and headers. The body is parsed if it is JSON."""
-        connection = self.connect()
-        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        given = {"content-type": "application/json"} | (headers or {})
-        connection.request(method or ("GET" if content is None else "POST"), path, content, given)
-        response = connection.getresponse()
-        text = response.read()
-        fields = {name.lower(): value for name, value in response.getheaders()}
-        connection.close()
-        parsed = text and "json" in fields.get("content-type", "")
-        return response.status, json.loads(text) if parsed else text.decode(), fields
+    def ask(self, path: str, *request: Any, **settings: Any) -> tuple[int, Any, dict[str, str]]:
+        return ask(self.server.port, path, *request, **settings)
 
-    def wait(self, fact: Callable[[], object], seconds: float = 60.0) -> None:
-        wait(fact, seconds)
+    def wait(self, fact: Callable[[], object]) -> None:
+        wait(fact, 60.0)
 
     def metric(self, name: str) -> float:
         lines = self.dispatcher.metrics.text().decode().splitlines()
@@ -74,11 +69,42 @@ class Server:
         assert not self._thread.is_alive()
 
 
+def ask(
+    port: int, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+) -> tuple[int, Any, dict[str, str]]:
+    """Return an answer's status, body and headers. The body is parsed if it is JSON. That of the request may be bytes,
+    or an iterator of them, which come in chunks."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    content = json.dumps(body).encode() if isinstance(body, dict | list) else body
+    given = {"content-type": "application/json"} | (headers or {})
+    connection.request(method or ("GET" if content is None else "POST"), path, content, given)
+    response = connection.getresponse()
+    text = response.read()
+    fields = {name.lower(): value for name, value in response.getheaders()}
+    connection.close()
+    parsed = text and "json" in fields.get("content-type", "")
+    return response.status, json.loads(text) if parsed else text.decode(), fields
+
+
 def request(body: Any, *headers: str, length: int | None = None) -> bytes:
     """Return the bytes of a request for a completion; its body may be shorter than the `length` that it states."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", *headers]
     return "\r\n".join([*head, f"content-length: {length or len(content)}", "", ""]).encode() + content
+
+
+def answer_on(connection: socket.socket) -> bytes:
+    """Read all bytes of an answer. They end with its body or with the connection."""
+    received = b""
+    while more := connection.recv(1 << 16):
+        received += more
+        head, end, rest = received.partition(b"\r\n\r\n")
+        if b"chunked" in head:
+            if rest.endswith(b"0\r\n\r\n"):
+                break
+        elif end and len(rest) >= int(head.lower().partition(b"content-length: ")[2].split()[0]):
+            break
+    return received
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Clients of `zinfer serve` as they are: browsers, probes, load balancers, and whoever reads the log."""
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.inline_batch import PLAN, text
-from tests.serving import NAME, ServedRows, Server, request, serving
+from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.job.serve import server as serve_server
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
@@ -18,7 +17,6 @@ from zinfer.worker.tasks import BatchStep, BatchStepped, Facts, Load
 TEXTS = "/v1/completions"
 ASKED = {"prompt": "a3/9", "max_tokens": 4}
 KEY = {"authorization": "Bearer secret"}
-PAGE = "http://localhost:3000"
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +77,12 @@ def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -
 
 
 def test_no_page_of_another_origin_may_use_it() -> None:
-    worker = ServedRows()
-    with serving(PLAN, worker) as server:
-        asks = {"origin": PAGE, "access-control-request-method": "POST"}
+    page = {"origin": "http://localhost:3000"}
+    with serving(PLAN, ServedRows()) as server:
+        asks = page | {"access-control-request-method": "POST"}
         actual, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
         assert (actual, headers["allow"]) == (405, "POST")
-        assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, {"origin": PAGE})[2]
+        assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, page)[2]
 
 
 def test_each_request_is_a_line_without_its_content(server: Server, lines: list[str]) -> None:
@@ -106,8 +104,7 @@ def test_each_request_is_a_line_without_its_content(server: Server, lines: list[
 
 def test_a_client_that_went_away_is_told_in_the_log(server: Server, lines: list[str]) -> None:
     lines.clear()
-    with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
-        connection.sendall(request({"prompt": "a3/100000", "max_tokens": 100_000}, "authorization: Bearer secret"))
+    with server.sent({"prompt": "a3/100000", "max_tokens": 100_000}, "authorization: Bearer secret"):
         server.wait(lambda: server.dispatcher.running == 1)
     server.wait(lambda: len(lines) == 1)
     assert lines[0].startswith(f"POST {TEXTS} 499 0+0 tokens")
@@ -122,8 +119,7 @@ def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.Monkey
         gate.wait(60)
         shown.append(line)
 
-    worker = ServedRows()
-    with serving(PLAN, worker, log=write) as server:
+    with serving(PLAN, ServedRows(), log=write) as server:
         for _ in range(20):
             assert server.ask("/health")[0] == 200
         server.wait(lambda: server.metric("zinfer_requests_total") == 20)
@@ -134,7 +130,7 @@ def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.Monkey
     assert len(shown) <= 5  # one may have been on its way
 
 
-def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
+def test_health_tells_of_a_worker_that_is_loaded_again() -> None:
     """At once, though no request waits for it."""
     gate, workers = threading.Event(), list[ServedRows]()
 
@@ -154,12 +150,10 @@ def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
         return workers[-1]
 
     with serving(PLAN, make) as server:
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(server.ask(TEXTS, ASKED | {"stream": True})))
-        thread.start()
-        server.wait(lambda: len(workers) == 2)
-        assert server.ask("/health")[:2] == (503, {"status": "loading"})
-        gate.set()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(server.ask, TEXTS, ASKED | {"stream": True})
+            server.wait(lambda: len(workers) == 2)
+            assert server.ask("/health")[:2] == (503, {"status": "loading"})
+            gate.set()
         server.wait(lambda: server.dispatcher.state == "ready")
         assert server.ask("/health")[1]["status"] == "ok"

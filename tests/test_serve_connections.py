@@ -5,18 +5,18 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.inline_batch import PLAN, text
-from tests.serving import ServedRows, Server, request, serving
-from tests.test_serve_command import ask, process
+from tests.serving import ServedRows, Server, answer_on, ask, request, serving
+from tests.test_serve_command import process
 from zinfer.job.serve import connections
 
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
-UNFINISHED = request(b'{"prompt": ', length=1000)
 
 
 @pytest.fixture
@@ -27,34 +27,22 @@ def server() -> Iterator[Server]:
 
 @contextmanager
 def connected(server: Server, count: int) -> Iterator[list[socket.socket]]:
+    address = ("127.0.0.1", server.server.port)
     with ExitStack() as stack:
-        sockets = []
-        for _ in range(count):
-            sockets.append(stack.enter_context(closing(socket.create_connection(("127.0.0.1", server.server.port)))))
-            sockets[-1].settimeout(60)
-        yield sockets
+        yield [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(count)]
 
 
 def ended(connection: socket.socket) -> bool:
     """Tell whether the server closed a connection after its answer."""
-    try:
+    with suppress(ConnectionResetError):
         while connection.recv(1 << 16):
             pass
-    except ConnectionResetError:
-        pass
     return True
 
 
 def status(connection: socket.socket) -> int:
     """Read an answer, all of it; return its status."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += connection.recv(1 << 16)
-    head, _, body = received.partition(b"\r\n\r\n")
-    size = int(head.lower().partition(b"content-length: ")[2].split()[0])
-    while len(body) < size:
-        body += connection.recv(1 << 16)
-    return int(head.split()[1])
+    return int(answer_on(connection).split()[1])
 
 
 def open_at(server: Server) -> int:
@@ -64,12 +52,10 @@ def open_at(server: Server) -> int:
 def trickle(connection: socket.socket, content: Callable[[], bytes]) -> float:
     """Send a little repeatedly until the server closes the connection. Returns the seconds."""
     began = time.monotonic()
-    try:
+    with suppress(ConnectionError):
         while time.monotonic() - began < 60:
             connection.sendall(content())
             time.sleep(0.02)
-    except ConnectionError:
-        pass
     return time.monotonic() - began
 
 
@@ -108,24 +94,17 @@ def test_a_body_that_was_refused_does_not_hold_its_connection(server: Server, mo
 def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill all buffers with thousands of requests on one connection."""
     monkeypatch.setattr(connections, "STALLED_S", 0.3)
-    worker = ServedRows()
-    with serving(PLAN, worker, key="secret", buffer=4096) as server:
-        deaf = socket.socket()
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.settimeout(60)
-        deaf.connect(("127.0.0.1", server.server.port))
-        assert trickle(deaf, lambda: (HEAD + b"\r\n") * 50) < 30
-        deaf.close()
+    with serving(PLAN, ServedRows(), key="secret", buffer=4096) as server:
+        with server.sent({}, buffer=4096) as deaf:
+            assert trickle(deaf, lambda: (HEAD + b"\r\n") * 50) < 30
         server.wait(lambda: open_at(server) == 0)
 
 
 def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections with a request under way stay; while all have one, others are refused."""
     monkeypatch.setattr(connections, "max_connections", lambda: 6)
-    worker = ServedRows(pause_s=0.01)
-    with serving(PLAN, worker) as server, connected(server, 1) as (busy,):
-        stream = request({"prompt": "a3/600", "max_tokens": 600, "stream": True})
-        busy.sendall(stream)
+    stream = {"prompt": "a3/600", "max_tokens": 600, "stream": True}
+    with serving(PLAN, ServedRows(pause_s=0.01)) as server, server.sent(stream) as busy:
         assert busy.recv(20).startswith(b"HTTP/1.1 200")
         with connected(server, 40) as idle:
             assert all(map(ended, idle[:35]))
@@ -134,7 +113,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
             assert busy.recv(1 << 16)
         with connected(server, 5) as others:
             for other in others:
-                other.sendall(stream)
+                other.sendall(request(stream))
                 assert other.recv(20).startswith(b"HTTP/1.1 200")
             assert open_at(server) == 6
             with connected(server, 1) as (late,):
@@ -146,10 +125,9 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
 
 def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 6)
-    worker = ServedRows()
-    with serving(PLAN, worker) as server, connected(server, 20) as slow:
+    with serving(PLAN, ServedRows()) as server, connected(server, 20) as slow:
         for connection in slow:
-            connection.sendall(UNFINISHED)
+            connection.sendall(request(b'{"prompt": ', length=1000))
         assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         assert all(map(ended, slow[:14]))
         assert open_at(server) <= 6
@@ -160,9 +138,7 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end(
 ) -> None:
     """Its connection closes with the last ones, without a traceback."""
     monkeypatch.setattr("zinfer.job.serve.server.LAST_S", 0.3)
-    worker = ServedRows()
-    with serving(PLAN, worker) as server, connected(server, 1) as (slow,):
-        slow.sendall(UNFINISHED)
+    with serving(PLAN, ServedRows()) as server, server.sent(b'{"prompt": ', length=1000) as slow:
         server.wait(lambda: open_at(server) == 1)
         assert server.ask("/health")[0] == 200
         server.server.drain()
@@ -175,12 +151,12 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end(
 def test_idle_connections_take_neither_the_server_nor_its_end(folder: Path) -> None:
     """1,100 of them where the process may have 1,024 files: others are answered, nothing is written about them, and
     SIGTERM ends the server. It answers while the model is loaded, too."""
-    files = 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--offload", "cpu"]
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (1024, 1024))
     try:
-        with process(folder, *words, until="listening", files=files) as server, ExitStack() as stack:
+        with process(folder, *words, until="listening", preexec_fn=few) as server, ExitStack() as stack:
             for _ in range(1100):
                 connection = stack.enter_context(closing(socket.socket()))
                 connection.setblocking(False)

@@ -8,7 +8,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S
 from tests.inline_batch import PLAN, prompt_ids, text
-from tests.serving import NAME, ServedRows, Server, request, serving
+from tests.serving import NAME, ServedRows, Server, answer_on, request, serving
 from zinfer.job.serve import app, connections, dispatcher
+from zinfer.record.measurement import Status
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Answer, BatchStart, BatchStarted, BatchStep, BatchStepped, Command
 
@@ -36,61 +37,49 @@ def server() -> Any:
         yield running
 
 
-def parts(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent, and nothing read."""
-    connection = socket.create_connection(("127.0.0.1", server.server.port))
-    connection.sendall(request(body))
-    return connection
+WRONG: dict[str, list[Any]] = {  # prompts, by what is said of them
+    "no prompt": ["no such"],
+    "prompt must be": [5, [], ["a", 1], [True, False], [[1], []]],
+    "token -1": [[1, -1]],
+    "token 64: ids are from 0 to 63": [[1, 64]],
+    "at most 8 answers": [["a3/9"] * 9],
+    "surrogate": ["\ud800"],
+}
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    (TEXTS, b"{", 400, None, "the body"),
+    (TEXTS, b"\xff", 400, None, "UTF-8"),
+    (TEXTS, b"[]", 400, None, "not a JSON object"),
+    (TEXTS, b'{"prompt": "x", "prompt": "y"}', 400, None, "'prompt' twice"),
+    (TEXTS, b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN"),
+    (TEXTS, b'{"prompt": "x", "temperature": 1e999}', 400, None, "too large a number"),
+    (TEXTS, b"[" * 3000, 400, None, "nested"),
+    (TEXTS, {}, 400, "prompt", "no prompt"),
+    *((TEXTS, {"prompt": prompt}, 400, "prompt", said) for said, prompts in WRONG.items() for prompt in prompts),
+    (TEXTS, ALL | {"n": 9}, 400, "n", "at most 8 answers"),
+    (TEXTS, ALL | {"n": 0}, 400, "n", "whole number"),
+    (TEXTS, ALL | {"max_tokens": -1}, 400, "max_tokens", "whole number"),
+    *((TEXTS, ALL | {key: 1}, 400, key, "true or false") for key in ("echo", "stream", "ignore_eos")),
+    (TEXTS, ALL | {"max_tokens": 10**9}, 400, "prompt", "exceed"),
+    (TEXTS, ALL | {"stop": [""]}, 400, "stop", "none of them empty"),
+    (TEXTS, ALL | {"logprobs": 21}, 400, "logprobs", "from 0 to 20"),
+    (TEXTS, ALL | {"logprobs": True}, 400, "logprobs", "whole number"),
+    (TEXTS, ALL | {"stream": True, "stream_options": 1}, 400, "stream_options", "an object"),
+    (TEXTS, ALL | {"model": 7}, 400, "model", "a text"),
+    (TEXTS, ALL | {"model": "other"}, 404, "model", "no model 'other'"),
+    (CHATS, {"messages": []}, 400, "messages", "non-empty"),
+    (CHATS, {"messages": TALK, "tools": [{}]}, 400, "tools", "a list of at most 128 functions"),
+    (CHATS, {"messages": TALK, "top_logprobs": 2}, 400, "top_logprobs", "logprobs only"),
+    (CHATS, {"messages": TALK}, 400, "messages", "no prompt"),
+    (TEXTS, ALL | {"user": "x" * 5000}, 413, None, "4,096 bytes"),
+    ("/v1/embeddings", {}, 404, None, "/v1/completions"),
+    ("/v1/responses", {"input": "hi"}, 404, None, "/v1/chat/completions"),
+    ("/v1/models", {}, 405, None, "POST"),
+    ("/v1/models/other", None, 404, "model", "no model"),
+    (TEXTS, None, 405, None, "GET"),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "message"),
-    [
-        (TEXTS, b"{", 400, None, "the body"),
-        (TEXTS, b"\xff", 400, None, "UTF-8"),
-        (TEXTS, b"[]", 400, None, "not a JSON object"),
-        (TEXTS, b'{"prompt": "x", "prompt": "y"}', 400, None, "'prompt' twice"),
-        (TEXTS, b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN"),
-        (TEXTS, b'{"prompt": "x", "temperature": 1e999}', 400, None, "too large a number"),
-        (TEXTS, b"[" * 3000, 400, None, "nested"),
-        (TEXTS, {}, 400, "prompt", "no prompt"),
-        (TEXTS, {"prompt": 5}, 400, "prompt", "prompt must be"),
-        (TEXTS, {"prompt": []}, 400, "prompt", "prompt must be"),
-        (TEXTS, {"prompt": ["a", 1]}, 400, "prompt", "prompt must be"),
-        (TEXTS, {"prompt": [True, False]}, 400, "prompt", "prompt must be"),
-        (TEXTS, {"prompt": [[1], []]}, 400, "prompt", "prompt must be"),
-        (TEXTS, {"prompt": [1, -1]}, 400, "prompt", "token -1"),
-        (TEXTS, {"prompt": [1, 64]}, 400, "prompt", "token 64: ids are from 0 to 63"),
-        (TEXTS, {"prompt": ["a3/9"] * 9}, 400, "prompt", "at most 8 answers"),
-        (TEXTS, {"prompt": "no such"}, 400, "prompt", "no prompt"),
-        (TEXTS, {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
-        (TEXTS, ALL | {"n": 9}, 400, "n", "at most 8 answers"),
-        (TEXTS, ALL | {"n": 0}, 400, "n", "whole number"),
-        (TEXTS, ALL | {"frobnicate": 1}, 400, "frobnicate", "not supported"),
-        (TEXTS, ALL | {"max_tokens": -1}, 400, "max_tokens", "whole number"),
-        (TEXTS, ALL | {"max_tokens": 10**9}, 400, "prompt", "exceed"),
-        (TEXTS, ALL | {"stop": [""]}, 400, "stop", "none of them empty"),
-        (TEXTS, ALL | {"logit_bias": {"64": 1}}, 400, "logit_bias", "token 64: ids are from 0 to 63"),
-        (TEXTS, ALL | {"logprobs": 21}, 400, "logprobs", "from 0 to 20"),
-        (TEXTS, ALL | {"logprobs": True}, 400, "logprobs", "whole number"),
-        (TEXTS, ALL | {"echo": 1}, 400, "echo", "true or false"),
-        (TEXTS, ALL | {"stream": "yes"}, 400, "stream", "true or false"),
-        (TEXTS, ALL | {"ignore_eos": 1}, 400, "ignore_eos", "true or false"),
-        (TEXTS, ALL | {"stream": True, "stream_options": 1}, 400, "stream_options", "an object"),
-        (TEXTS, ALL | {"model": 7}, 400, "model", "a text"),
-        (TEXTS, ALL | {"model": "other"}, 404, "model", "no model 'other'"),
-        (CHATS, {"messages": []}, 400, "messages", "non-empty"),
-        (CHATS, {"messages": TALK, "tools": [{}]}, 400, "tools", "a list of at most 128 functions"),
-        (CHATS, {"messages": TALK, "top_logprobs": 2}, 400, "top_logprobs", "logprobs only"),
-        (CHATS, {"messages": TALK}, 400, "messages", "no prompt"),
-        (TEXTS, ALL | {"user": "x" * 5000}, 413, None, "4,096 bytes"),
-        ("/v1/embeddings", {}, 404, None, "/v1/completions"),
-        ("/v1/responses", {"input": "hi"}, 404, None, "/v1/chat/completions"),
-        ("/v1/models", {}, 405, None, "POST"),
-        ("/v1/models/other", None, 404, "model", "no model"),
-        (TEXTS, None, 405, None, "GET"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "status", "param", "message"), BAD)
 def test_a_bad_request_names_its_fault(
     server: Server, path: str, body: Any, status: int, param: str | None, message: str
 ) -> None:
@@ -98,9 +87,8 @@ def test_a_bad_request_names_its_fault(
     assert actual == status, answer
     error = answer["error"]
     assert message in error["message"]
-    assert error["param"] == param
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert error["code"]
-    assert error["type"] == "invalid_request_error"
     assert server.ask(TEXTS, ALL | {"max_tokens": 2}, KEY)[1]["choices"][0]["text"] == text("a3/9", 2)
 
 
@@ -127,24 +115,18 @@ def test_a_body_must_be_declared_as_json(server: Server) -> None:
 
 
 def test_a_body_without_a_length_is_limited(server: Server) -> None:
-    connection = server.connect()
-    body = (b" " * 1000 for _ in range(9))
-    connection.request("POST", TEXTS, body, KEY | {"content-type": "application/json"}, encode_chunked=True)
-    assert connection.getresponse().status == 413
-    connection.close()
+    assert server.ask(TEXTS, (b" " * 1000 for _ in range(9)), KEY)[0] == 413
 
 
 def test_bodies_under_way_are_limited_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "HELD", 1)
     desk = server.server.desk
     assert desk.held == 0
-    slow = socket.create_connection(("127.0.0.1", server.server.port))
-    slow.sendall(request(b" " * 3900, SECRET, length=4000))
-    server.wait(lambda: desk.held == 3900)
     padded = json.dumps(ALL).encode() + b" " * 1000
-    status, answer, headers = server.ask(TEXTS, padded, KEY)
-    assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "5")
-    slow.close()
+    with server.sent(b" " * 3900, SECRET, length=4000):
+        server.wait(lambda: desk.held == 3900)
+        status, answer, headers = server.ask(TEXTS, padded, KEY)
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "5")
     server.wait(lambda: desk.held == 0)
     assert server.ask(TEXTS, padded, KEY)[0] == 200
     server.wait(lambda: desk.held == 0)
@@ -152,46 +134,26 @@ def test_bodies_under_way_are_limited_together(server: Server, monkeypatch: pyte
 
 def test_a_body_that_comes_too_slowly_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_S", 0.1)
-    slow = socket.create_connection(("127.0.0.1", server.server.port))
-    slow.sendall(request(b" ", SECRET, length=4000))
-    assert read_all(slow).startswith(b"HTTP/1.1 408")
-
-
-def asked_at_once(server: Server, prompts: list[str]) -> tuple[list[threading.Thread], dict[str, Any]]:
-    """Ask for each prompt in a thread; return the threads, and the dictionary that they fill."""
-    answers: dict[str, Any] = {}
-
-    def ask(prompt: str) -> None:
-        answers[prompt] = server.ask(TEXTS, {"prompt": prompt})
-
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    return threads, answers
+    assert answer_on(server.sent(b" ", SECRET, length=4000)).startswith(b"HTTP/1.1 408")
 
 
 def test_a_full_queue_refuses_and_loses_nothing() -> None:
     worker, gate = ServedRows(), threading.Event()
-
-    def hold(task: str) -> None:
-        if task == "batch_step":
-            gate.wait(PATIENCE_S)
-
-    worker.before = hold
+    worker.before = lambda task: task == "batch_step" and gate.wait(PATIENCE_S)
     with serving(PLAN, worker, rows=1, max_waiting=2) as server:
         prompts = [f"a3/{size}" for size in range(20, 32)]
-        threads, answers = asked_at_once(server, prompts)
-        server.wait(lambda: len(answers) == 10)
-        for status, answer, headers in answers.values():
-            assert (status, answer["error"]["code"]) == (429, "queue_full")
-            assert int(headers["retry-after"]) > 0
-        answered = set(prompts) - answers.keys()
-        gate.set()
-        for thread in threads:
-            thread.join()
-        assert {prompt: answers[prompt][1]["choices"][0]["text"] for prompt in answered} == {
-            prompt: text(prompt) for prompt in answered
-        }
+        with ThreadPoolExecutor(12) as pool:
+            asked = {prompt: pool.submit(server.ask, TEXTS, {"prompt": prompt}) for prompt in prompts}
+            server.wait(lambda: sum(future.done() for future in asked.values()) == 10)
+            answered = [prompt for prompt in prompts if not asked[prompt].done()]
+            gate.set()
+        for prompt, future in asked.items():
+            status, answer, headers = future.result()
+            if prompt in answered:
+                assert answer["choices"][0]["text"] == text(prompt)
+            else:
+                assert (status, answer["error"]["code"]) == (429, "queue_full")
+                assert int(headers["retry-after"]) > 0
         server.wait(lambda: server.metric("zinfer_requests_total") == len(prompts))
         assert server.dispatcher.unfinished == 0
 
@@ -210,24 +172,18 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
             gate.wait(PATIENCE_S)
             return super()._step(session, request)
 
-    worker = Noting()
-    with serving(PLAN, worker, rows=2, max_waiting=8) as server:
-        stops = ["x" * 1000] * 16
-        many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": stops, "max_tokens": 3}
-        answers: list[Any] = []
-        waiting = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, many))) for _ in range(2)]
-        for number, thread in enumerate(waiting):
-            thread.start()
-            server.wait(lambda: steps and server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
-        others = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, ALL))) for _ in range(6)]
-        for thread in others:
-            thread.start()
-        server.wait(lambda: server.dispatcher.waiting == 22)
-        assert server.ask(TEXTS, ALL)[0] == 429
-        gate.set()
-        for thread in (*waiting, *others):
-            thread.join()
-        assert [answer[0] for answer in answers] == [200] * 8
+    many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": ["x" * 1000] * 16, "max_tokens": 3}
+    with serving(PLAN, Noting(), rows=2, max_waiting=8) as server:
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(server.ask, TEXTS, many)]
+            server.wait(lambda: steps and server.dispatcher.waiting == 8)
+            answers.append(pool.submit(server.ask, TEXTS, many))
+            server.wait(lambda: server.dispatcher.waiting == 16)
+            answers += [pool.submit(server.ask, TEXTS, ALL) for _ in range(6)]
+            server.wait(lambda: server.dispatcher.waiting == 22)
+            assert server.ask(TEXTS, ALL)[0] == 429
+            gate.set()
+        assert [answer.result()[0] for answer in answers] == [200] * 8
     assert sum(len(step.requests) for step in steps) == 22
     sent = "".join(step.model_dump_json() for step in steps)
     assert sent.count("x" * 1000) == 2 * 16
@@ -261,10 +217,7 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
 
     messages: list[str] = []
     with serving(PLAN, Whole, cache_size=5000, on_message=messages.append) as server:
-        assert server.ask("/health")[:2] == (
-            200,
-            {"status": "ok", "worker": "idle", "prefix_reuse": "off: it has states"},
-        )
+        assert server.ask("/health")[1]["prefix_reuse"] == "off: it has states"
         status, answer, _ = server.ask(TEXTS, ALL)
         assert (status, answer["usage"]["prompt_tokens_details"]) == (200, {"cached_tokens": 0})
     assert messages == ["every prompt is computed whole: it has states"]
@@ -275,21 +228,17 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
 def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     worker = ServedRows(pause_s=0.05)
     with serving(PLAN, worker) as server:
-        kinds = ((30, True), (28, False))
-        running = [parts(server, {"prompt": f"a3/{size}", "stream": stream}) for size, stream in kinds]
+        running = [server.sent({"prompt": "a3/30", "stream": True}), server.sent({"prompt": "a3/28"})]
         server.wait(lambda: len(worker.alive) == 2)
-        waiting = server.connect()
-        waiting.connect()
+        waiting = socket.create_connection(("127.0.0.1", server.server.port), timeout=60)
         server.server.drain()
         server.wait(lambda: server.dispatcher.state == "draining")
-        waiting.request("POST", TEXTS, json.dumps(ALL), {"content-type": "application/json"})
-        refused = waiting.getresponse()
-        assert refused.status == 503
-        assert b"shutting down" in refused.read()
-        streamed, whole = (read_all(connection) for connection in running)
-        assert streamed.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        waiting.sendall(request(ALL))
+        refused, stream, whole = (answer_on(connection) for connection in (waiting, *running))
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"shutting down" in refused
+        assert stream.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/28")
-        waiting.close()
     assert worker.closed == 2
     assert server.fault is None
 
@@ -297,30 +246,14 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 def test_a_drain_has_an_end() -> None:
     worker = ServedRows(pause_s=0.05)
     with serving(PLAN, worker, drain_s=0.2) as server:
-        connection = parts(server, {"prompt": "a3/10000", "max_tokens": 10000})
+        connection = server.sent({"prompt": "a3/10000", "max_tokens": 10000})
         server.wait(lambda: len(worker.alive) == 1)
         began = time.monotonic()
         server.server.drain()
-        received = read_all(connection)
+        received = answer_on(connection)
         assert received.startswith(b"HTTP/1.1 503")
         assert b"shut down" in received
         assert time.monotonic() - began < 15
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Read all bytes of an answer. They end with its body or with the connection."""
-    connection.settimeout(60)
-    received = b""
-    while more := connection.recv(1 << 16):
-        received += more
-        head, _, rest = received.partition(b"\r\n\r\n")
-        if b"chunked" in head:
-            if rest.endswith(b"0\r\n\r\n"):
-                break
-        elif len(rest) >= int(head.lower().partition(b"content-length: ")[2].split()[0]):
-            break
-    connection.close()
-    return received
 
 
 class Poisoned(ServedRows):
@@ -336,24 +269,16 @@ class Poisoned(ServedRows):
 def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of twenty rows fails every batch that it is in: the others are answered, whole, once."""
     monkeypatch.setattr(dispatcher, "RELOAD_S", 0.01)
-    workers: list[Poisoned] = []
-
-    def make() -> Poisoned:
-        workers.append(Poisoned(dies=dies, status="crashed" if dies else "oom_gpu"))
-        return workers[-1]
-
-    with serving(PLAN, make) as server:
+    why: Status = "crashed" if dies else "oom_gpu"
+    with serving(PLAN, lambda: Poisoned(dies=dies, status=why)) as server:
         prompts = [f"a{size}/{20 + size}" for size in range(1, 20) if size != 5] + ["a5/30"]
         _, answer, _ = server.ask(TEXTS, {"prompt": prompts[:10]})
         assert [choice["text"] for choice in answer["choices"]] == [text(prompt) for prompt in prompts[:10]]
-        threads, answers = asked_at_once(server, prompts)
-        for thread in threads:
-            thread.join()
-        assert answers["a5/30"][0] == 500
-        why = "crashed" if dies else "oom_gpu"
-        assert answers["a5/30"][1]["error"]["message"] == f"the worker failed: {why}"
-        for prompt in prompts[:-1]:
-            assert (answers[prompt][0], answers[prompt][1]["choices"][0]["text"]) == (200, text(prompt))
+        with ThreadPoolExecutor(20) as pool:
+            *answers, poisoned = pool.map(lambda prompt: server.ask(TEXTS, {"prompt": prompt}), prompts)
+        assert (poisoned[0], poisoned[1]["error"]["message"]) == (500, f"the worker failed: {why}")
+        for prompt, (status, answer, _) in zip(prompts[:-1], answers, strict=True):
+            assert (status, answer["choices"][0]["text"]) == (200, text(prompt))
         assert (server.metric("zinfer_worker_restarts_total") > 0) == dies
         assert server.ask("/health")[0] == 200
 
@@ -362,34 +287,33 @@ def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.Mon
     """Its buffers fill, then nothing more is sent; others are answered; after a time its row is dropped."""
     monkeypatch.setattr(connections, "STALLED_S", 0.5)
     worker = ServedRows(steps=1)
-    with serving(PLAN, worker, buffer=4096) as server:
-        stuck = socket.socket()
-        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.connect(("127.0.0.1", server.server.port))
-        stuck.sendall(request({"prompt": "a3/30000", "max_tokens": 30_000, "stream": True}))
+    body = {"prompt": "a3/30000", "max_tokens": 30_000, "stream": True}
+    with serving(PLAN, worker, buffer=4096) as server, server.sent(body, buffer=4096):
         server.wait(lambda: len(worker.alive) == 1)
         key = worker.alive[0].key
         for _ in range(3):
-            assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+            assert server.ask(TEXTS, ALL)[1]["choices"][0]["text"] == text("a3/9")
         server.wait(lambda: key in worker.dropped)
         assert not server.server.desk.exchanges
-        stuck.close()
 
 
-async def many(port: int, count: int, ask: Callable[[int], dict[str, Any]]) -> list[bytes]:
-    """Send `count` requests at once, each on its own connection; return the answers."""
+def streamed(answer: bytes) -> str:
+    """Return the text of an answer's events."""
+    lines = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
-    async def fetch(number: int) -> bytes:
+
+async def many(port: int, bodies: list[dict[str, Any]]) -> list[bytes]:
+    """Send requests at once, each on its own connection; return the answers."""
+
+    async def fetch(number: int, body: dict[str, Any]) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request(ask(number), "connection: close"))
-        if number % 10 == 9:  # goes away at once
-            writer.close()
-            return b""
-        received = await reader.read()
+        writer.write(request(body, "connection: close"))
+        received = b"" if number % 10 == 9 else await reader.read()  # or goes away at once
         writer.close()
         return received
 
-    return await asyncio.gather(*(fetch(number) for number in range(count)))
+    return await asyncio.gather(*(fetch(*each) for each in enumerate(bodies)))
 
 
 def check_load(count: int, **more: Any) -> None:
@@ -398,29 +322,22 @@ def check_load(count: int, **more: Any) -> None:
     worker = ServedRows(steps=8)
     with serving(PLAN, worker, **more) as server:
         prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]
-        answers = asyncio.run(many(server.server.port, count, lambda number: {
-            "prompt": prompts[number], "stream": number % 3 == 0, "temperature": 0, "max_tokens": 30,
-        }))  # fmt: skip
-        refused = 0
+        fields = {"temperature": 0, "max_tokens": 30}
+        bodies = [{"prompt": prompt, "stream": nth % 3 == 0} | fields for nth, prompt in enumerate(prompts)]
+        answers = asyncio.run(many(server.server.port, bodies))
+        refused = sum(answer.startswith(b"HTTP/1.1 429") for answer in answers)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if number % 10 == 9 or answer.startswith(b"HTTP/1.1 429"):
+                continue
             head, _, body = answer.partition(b"\r\n\r\n")
-            if number % 10 == 9:
-                continue
-            if head.startswith(b"HTTP/1.1 429"):
-                refused += 1
-                continue
             assert head.startswith(b"HTTP/1.1 200"), answer[:300]
-            if number % 3 == 0:
-                lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
-                received = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-            else:
-                received = json.loads(body)["choices"][0]["text"]
+            received = streamed(body) if number % 3 == 0 else json.loads(body)["choices"][0]["text"]
             assert received == text(prompt, 30)
         assert bool(refused) == (more.get("max_waiting", 1024) < count)
         server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
         server.wait(lambda: not (worker.alive or worker.queue))
         assert server.dispatcher.waiting == server.server.desk.held == 0
-        assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+        assert server.ask(TEXTS, ALL)[1]["choices"][0]["text"] == text("a3/9")
         loop = server.server._loop
         assert loop is not None
         server.wait(lambda: len(asyncio.all_tasks(loop)) <= 2 + len(server.server._listener.server_state.connections))
@@ -464,8 +381,7 @@ def test_slow_readers_get_their_whole_text() -> None:
 
     with serving(PLAN, worker, rows=64) as server:
         for number, answer in enumerate(asyncio.run(all_of_them(server.server.port))):
-            lines = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
-            assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == text(f"a3/{100 + number}", 300)
+            assert streamed(answer) == text(f"a3/{100 + number}", 300)
         server.wait(lambda: not server.server.desk.exchanges)
 
 

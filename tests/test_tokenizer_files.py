@@ -4,31 +4,27 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
+from tests import Checkpoints, invoke
 from tests.inline_worker import InlineWorker
+from tests.test_tokenizer_process import change
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.configuration import CheckpointWarning
 from zinfer.checkpoint.resolve import from_directory
-from zinfer.cli import cli
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.torch  # `checkpoint` saves models
+pytestmark = [pytest.mark.torch]  # `checkpoint` saves models
+pytestmark += [pytest.mark.filterwarnings("ignore::zinfer.checkpoint.configuration.CheckpointWarning")]
 
 
 @pytest.fixture
-def folder(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
-
-
-def change(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def tokenizer(folder: Path) -> Tokenizer:
@@ -36,12 +32,9 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def refused(folder: Path, says: str) -> None:
-    def load() -> None:
+    with pytest.raises(ModelError, match=says) as error:  # noqa: PT012
         tokenizer_files.chat_template(folder)
         tokenizer(folder)
-
-    with pytest.raises(ModelError, match=says) as error:
-        load()
     assert "\n" not in str(error.value)
     assert "zinfer-tokenizer-" not in str(error.value)
 
@@ -85,7 +78,6 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE)
-@pytest.mark.filterwarnings("ignore::zinfer.checkpoint.configuration.CheckpointWarning")
 def test_fields_that_name_code_or_files_do_nothing(
     fields: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +89,6 @@ def test_fields_that_name_code_or_files_do_nothing(
     assert not [name for name in set(sys.modules) - before if "transformers_modules" in name]
 
 
-@pytest.mark.filterwarnings("ignore::zinfer.checkpoint.configuration.CheckpointWarning")
 def test_other_files_that_name_code_do_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = trap(folder, monkeypatch)
     change(folder / "generation_config.json", custom_generate="someone/code", trust_remote_code=True)
@@ -105,8 +96,7 @@ def test_other_files_that_name_code_do_nothing(folder: Path, monkeypatch: pytest
         folder / "config.json", tokenizer_class="Trainer", auto_map={"AutoTokenizer": "tokenization.T"},
         _name_or_path="someone/other", custom_generate="someone/code", use_kernels=True,
     )  # fmt: skip
-    loaded = tokenizer(folder)
-    assert loaded.ends == {2}
+    assert tokenizer(folder).ends == {2}
     assert not mark.exists()
 
 
@@ -164,12 +154,11 @@ def test_a_missing_tokenizer_is_found_before_the_machine_and_the_load(
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: pytest.fail("the machine was asked"))
     monkeypatch.setattr("zinfer.worker.process.Worker", lambda *_, **__: pytest.fail("a worker was started"))
     (tmp_path / "p.jsonl").write_text('{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}\n')
-    words = {
-        "run": ["run", "-m", str(folder), "-p", "a"],
-        "chat": ["run", "-m", str(folder), "--chat", "-p", "a"],
-        "batch": ["batch", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "o.jsonl"), "-m", str(folder)],
-    }[how]
-    result = CliRunner().invoke(cli, words)
+    job = ["batch", str(tmp_path / "p.jsonl"), "-o", str(tmp_path / "o.jsonl"), "-m", str(folder)]
+    words = {"run": ["run", "-m", str(folder), "-p", "a"], "chat": ["run", "-m", str(folder), "--chat"], "batch": job}[
+        how
+    ]
+    result = invoke(*words)
     assert isinstance(result.exception, ModelError), result.exception
     assert "has no tokenizer: it holds no tokenizer.json" in str(result.exception)
     assert not (tmp_path / "o.jsonl").exists()
@@ -181,7 +170,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_found_before_the_weights(
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     monkeypatch.setattr("zinfer.worker.session.load", lambda *_: pytest.fail("weights were loaded"))
-    result = CliRunner().invoke(cli, ["run", "-m", str(folder), "-p", "a", "--offload", "cpu"])
+    result = invoke("run", "-m", folder, "-p", "a", "--offload", "cpu")
     assert isinstance(result.exception, ModelError), result.output
     assert "has no tokenizer that transformers can load" in str(result.exception)
 

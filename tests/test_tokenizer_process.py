@@ -5,13 +5,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import alive, children, wait
+from tests import Checkpoints, alive, children, wait
 from tests.inline import SPEC
 from zinfer.checkpoint import tokenizer_files
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
@@ -20,7 +20,6 @@ from zinfer.generation import tokenizer_process, tokenizer_server
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
-Checkpoints = Callable[..., Path]
 TALK = [{"role": "user", "content": "hi"}]
 CHAT = [
     {"role": "system", "content": "Be <brief>. "},
@@ -37,9 +36,8 @@ TEMPLATES = [
 TEXTS = ["Once upon a time", "a", " ", "\u00e9\u6f22\U0001f600 x", "</s><pad>", "\x00\n\t", "x" * 3000]
 
 
-def spec_of(folder: Path | None, **fields: Any) -> ModelSpec:
-    defaults = {"directory": None if folder is None else str(folder), "vocab_size": 400, "max_position": None}
-    return SPEC.model_copy(update=defaults | fields)
+def spec_of(folder: Path, **fields: Any) -> ModelSpec:
+    return SPEC.model_copy(update={"directory": str(folder), "vocab_size": 400, "max_position": None} | fields)
 
 
 @pytest.fixture
@@ -47,64 +45,50 @@ def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
 
 
-@pytest.fixture(scope="module")
-def process(checkpoint: Checkpoints) -> Iterator[TokenizerProcess]:
-    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(TEMPLATES[0])) as running:
-        yield running
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 0.4)
+    monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
 
 
 def test_settings_reach_the_template_and_unknown_ones_are_refused(checkpoint: Checkpoints) -> None:
     template = "{{ 'think: ' if effort == 'high' }}{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}"
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(template)) as process:
-        (thinking, plain, expected), quick = (
-            process.encode([{"messages": TALK, "template": {"effort": "high"}}, *2 * [{"messages": TALK}]]),
-            process.encode_quickly({"messages": TALK, "template": {"effort": "low"}}),
-        )
+        thinking, plain = process.encode([{"messages": TALK, "template": {"effort": "high"}}, {"messages": TALK}])
+        quick = process.encode_quickly({"messages": TALK, "template": {"effort": "low"}})
         assert thinking == process.encode_alone("think: hi", special=False)
-        assert plain == expected == quick == process.encode_alone("hi", special=False)
+        assert plain == quick == process.encode_alone("hi", special=False)
         for name in ("efforts", "tools", "tokenize", "messages"):
             refused = process.encode_alone({"messages": TALK, "template": {name: True}})
             assert refused == Refusal("invalid_prompt", f"the model's chat template has no setting {name!r}")
-
-
-def save(folder: Path, hf: Any) -> Path:
-    hf.save_pretrained(folder)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder
 
 
 def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def slow(folder: Path) -> None:
-    """Save a pure-Python tokenizer of transformers with a line vocabulary."""
-    from transformers import CTRLTokenizer
-
-    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<unk>": 3, "x</w>": 4, "a@@": 5}))
-    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
-    save(folder, CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")))
-
-
 def tokenizers(kind: str, checkpoint: Checkpoints, folder: Path) -> Path:
-    """Return the folder of a tokenizer of a kind."""
+    """Return the folder of a tokenizer of a kind; a pure-Python one of transformers is that of lines."""
+    from transformers import BertTokenizer, CTRLTokenizer
+
     from tests.test_dialogue import sentencepiece
     from tools.trained import tokenizer as trained
 
     if kind in ("llama", "bloom"):
         return checkpoint(kind)
-    if kind == "words":
-        from transformers import BertTokenizer
+    (words := folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nonce\n##s\na")
+    (merges := folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (lines := folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<unk>": 3, "x</w>": 4, "a@@": 5}')
+    hf: Any = {
+        "words": lambda: BertTokenizer(str(words)), "lines": lambda: CTRLTokenizer(str(lines), str(merges)),
+        "sentencepiece": sentencepiece, "bytes": trained,
+    }[kind]()  # fmt: skip
+    hf.save_pretrained(saved := folder / "saved")
+    (saved / "config.json").write_text('{"model_type": "llama"}')
+    return saved
 
-        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "once", "##s", "a"]))
-        return save(folder, BertTokenizer(str(folder / "vocab.txt")))
-    if kind == "slow":
-        slow(folder)
-        return folder
-    return save(folder, {"sentencepiece": sentencepiece, "bytes": trained}[kind]())
 
-
-@pytest.mark.parametrize("kind", ["llama", "bloom", "words", "slow", "sentencepiece", "bytes"])
+@pytest.mark.parametrize("kind", ["llama", "bloom", "words", "lines", "sentencepiece", "bytes"])
 def test_ids_are_those_of_transformers(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -145,14 +129,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_conversation_that_fails_harms_no_other(
-    name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_that_fails_harms_no_other(name: str, checkpoint: Checkpoints) -> None:
     """Repeat a failing conversation among good ones and a completion's text."""
-    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 0.4)
-    monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
     with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(HOSTILE[name])) as process:
         good, began = process.encode(["hi"])[0], time.monotonic()
         supervisor = process._process.pid
@@ -186,13 +166,9 @@ READ_BADLY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize("name", READ_BADLY)
-def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 0.4)
-    monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
+def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(name: str, folder: Path) -> None:
     change(folder / "tokenizer.json", **READ_BADLY[name])
     with TokenizerProcess(spec_of(folder)) as process:
         (before,) = process.encode(["a"])
@@ -212,7 +188,6 @@ LOADED_BADLY: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", LOADED_BADLY)
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -229,15 +204,12 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(
     assert capfd.readouterr().err == ""
 
 
-def test_settings_of_padding_and_truncation_have_no_effect(process: TokenizerProcess, folder: Path) -> None:
-    direction = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
-    change(
-        folder / "tokenizer.json",
-        padding={"strategy": {"Fixed": 10**12}, "pad_to_multiple_of": None, **direction},
-        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-    )
-    with TokenizerProcess(spec_of(folder)) as other:
-        assert other.encode(["abc", "x"]) == process.encode(["abc", "x"])
+def test_settings_of_padding_and_truncation_have_no_effect(folder: Path) -> None:
+    pad = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>", "pad_to_multiple_of": None}
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    change(folder / "tokenizer.json", padding=pad | {"strategy": {"Fixed": 10**12}}, truncation=cut)
+    with TokenizerProcess(spec_of(folder)) as process:
+        assert process.encode(["abc", "x"]) == [[69, 70, 71], [92]]
 
 
 def test_of_a_prompt_that_is_far_too_long_the_beginning_is_read(checkpoint: Checkpoints) -> None:
@@ -258,11 +230,8 @@ def test_a_conversation_without_a_template_is_refused(checkpoint: Checkpoints) -
         assert len(plain) == 2
         assert isinstance(empty, Refusal)
         assert "no tokens" in empty.message
-
-
-def test_bytes_of_a_command_line_become_question_marks(process: TokenizerProcess) -> None:
-    text = b"a\xff".decode(errors="surrogateescape")
-    assert process.encode([text]) == process.encode(["a?"])
+        text = b"a\xff".decode(errors="surrogateescape")  # of a command line
+        assert process.encode([text]) == process.encode(["a?"])
 
 
 @pytest.mark.usefixtures("executed")
@@ -274,9 +243,8 @@ def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoint
     assert [line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")] == [["0", "0"]]
     (memory,) = (int(line.split()[3]) for line in limits.splitlines() if line.startswith("Max address space"))
     assert memory < 3 << 30
-    environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
-    assert b"ZINFER" not in environment
     popen = process._process
+    assert b"ZINFER" not in Path(f"/proc/{popen.pid}/environ").read_bytes()
     del process
     assert popen.poll() is not None
     wait(lambda: not alive(child))
@@ -369,11 +337,8 @@ def test_a_text_ends_at_every_token_that_a_file_names(
 
 
 def test_the_template_is_that_of_the_first_file_that_has_one(folder: Path) -> None:
-    def find_template(wanted: str | None = None) -> ChatTemplate:
-        return tokenizer_files.chat_template(folder, wanted)
-
-    assert find_template().text is None
-    assert find_template().names == ()
+    find_template = partial(tokenizer_files.chat_template, folder)
+    assert (find_template().text, find_template().names) == (None, ())
     change(folder / "tokenizer_config.json", chat_template=None)
     (folder / "processor_config.json").write_text('{"chat_template": "P", "image_token": 7}')
     assert find_template().text == "P"
@@ -386,8 +351,8 @@ def test_the_template_is_that_of_the_first_file_that_has_one(folder: Path) -> No
     assert find_template("rag").text == "R"
     change(folder / "tokenizer_config.json", chat_template={"default": "D", "rag": "R"})
     assert (find_template().text, find_template("rag").text) == ("D", "R")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tools.jinja").write_text("T")
+    (more := folder / "additional_chat_templates").mkdir()
+    (more / "tools.jinja").write_text("T")
     assert find_template().names == ("tools",), "files replace those of the configuration, as in transformers"
     (folder / "chat_template.jinja").write_text("F")
     assert (find_template().text, find_template("tools").text) == ("F", "T")
@@ -402,6 +367,6 @@ def test_the_template_is_that_of_the_first_file_that_has_one(folder: Path) -> No
         with pytest.raises(ModelError, match=r"larger than|cannot be read|not a regular file"):
             find_template(wanted)
     (folder / "chat_template.jinja").unlink()
-    (folder / "additional_chat_templates" / "tools.jinja").write_bytes(b"\xff")
+    (more / "tools.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"tools\.jinja is not UTF-8"):
         tokenizer_files.require(folder)

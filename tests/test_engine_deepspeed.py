@@ -2,7 +2,8 @@
 leaves behind."""
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from zinfer.core.engine import conflict
 from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import DeepSpeed
-from zinfer.engine.deepspeed.world import prepare
+from zinfer.engine.deepspeed.world import modules_under_way, prepare
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import make_plan
 
@@ -30,6 +31,17 @@ from zinfer.plan.planner import make_plan
 @pytest.fixture
 def bloom(checkpoint: Checkpoints) -> Any:
     return load("deepspeed", checkpoint("bloom"), "cpu")
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Check that an engine leaves the process as it was."""
+    before, linear = dict(os.environ), torch.nn.functional.linear
+    yield
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    assert torch.nn.functional.linear is linear
+    assert modules_under_way() == []
 
 
 def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: Patch) -> None:
@@ -101,14 +113,11 @@ def test_its_own_formats_compute_with_the_weights_that_they_hold(
             module.weight.data = DeQuantizer(config, torch.bfloat16).dequantize(*codes)
             assert not torch.equal(exact, module.weight)
     token_ids, mask = prompts((9, 9))
-    actual = prefill(loaded, token_ids, mask, reserve=4)
-    with torch.no_grad():
-        expected = model(token_ids).logits[:, -1]
-    assert torch.equal(actual, expected)
     nxt = torch.tensor([5, 6])
     with torch.no_grad():
-        expected = model(torch.cat([token_ids, nxt[:, None]], 1)).logits[:, -1]
-    assert torch.allclose(decode(loaded, nxt), expected, atol=0.05)
+        first, second = (model(ids).logits[:, -1] for ids in (token_ids, torch.cat([token_ids, nxt[:, None]], 1)))
+    assert torch.equal(prefill(loaded, token_ids, mask, reserve=4), first)
+    assert torch.allclose(decode(loaded, nxt), second, atol=0.05)
     effective = loaded.effective()
     if offload == "cpu":
         share = effective.host_weight_bytes / plan.model.streamed_bytes
@@ -161,15 +170,12 @@ def test_a_failed_forward_pass_does_not_spoil_the_next(
 
 def test_nothing_is_left_behind(checkpoint: Checkpoints, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
-    before, linear = dict(os.environ), torch.nn.functional.linear
-    loaded: Any = load("deepspeed", checkpoint("llama"), "cpu")
-    parameters = list(loaded._parameters.values())
-    greedy(loaded, (4, 2))
-    loaded.close()
-    loaded.close()
-    assert dict(os.environ) == before
-    assert not dist.is_initialized()
-    assert torch.nn.functional.linear is linear
+    with unchanged():
+        loaded: Any = load("deepspeed", checkpoint("llama"), "cpu")
+        parameters = list(loaded._parameters.values())
+        greedy(loaded, (4, 2))
+        loaded.close()
+        loaded.close()
     assert all(parameter.numel() == parameter.ds_tensor.numel() == 0 for parameter in parameters)
     assert capfd.readouterr().out == ""
 
@@ -181,11 +187,11 @@ def test_a_type_that_deepspeed_does_not_compute_in_is_refused_before_anything_is
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr("zinfer.engine.deepspeed.ModelState", lambda *_: pytest.fail("weights were read"))
-    before = dict(os.environ)
-    with pytest.raises(EngineError, match=r"does not compute in float16 .* --dtype float32 or bfloat16$"):
+    with (
+        unchanged(),
+        pytest.raises(EngineError, match=r"does not compute in float16 .* --dtype float32 or bfloat16$"),
+    ):
         load("deepspeed", checkpoint("llama"), "cpu", dtype="float16")
-    assert not dist.is_initialized()
-    assert dict(os.environ) == before
 
 
 def test_a_refusal_of_deepspeed_is_an_engine_error(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
@@ -193,9 +199,8 @@ def test_a_refusal_of_deepspeed_is_an_engine_error(checkpoint: Checkpoints, monk
         raise NotImplementedError("not this one")
 
     monkeypatch.setattr("deepspeed.initialize", refuse)
-    with pytest.raises(EngineError, match=r"DeepSpeed cannot run .*: not this one"):
+    with unchanged(), pytest.raises(EngineError, match=r"DeepSpeed cannot run .*: not this one"):
         load("deepspeed", checkpoint("llama"), "cpu")
-    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -212,19 +217,12 @@ def test_a_refusal_of_deepspeed_is_an_engine_error(checkpoint: Checkpoints, monk
 def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
     where: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    from zinfer.engine.deepspeed.world import modules_under_way
-
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("half-way")
 
-    before = dict(os.environ)
-    with monkeypatch.context() as context:
+    with unchanged(), monkeypatch.context() as context, pytest.raises(OSError, match="half-way"):  # noqa: PT012
         context.setattr(where, fail)
-        with pytest.raises(OSError, match="half-way"):
-            load("deepspeed", checkpoint("llama"), "cpu")
-    assert not dist.is_initialized()
-    assert dict(os.environ) == before
-    assert modules_under_way() == []
+        load("deepspeed", checkpoint("llama"), "cpu")
     after = load("deepspeed", checkpoint("llama"), "cpu")
     assert torch.equal(greedy(after, BATCHES[0]), reference(checkpoint("llama"))[0])
 
@@ -247,22 +245,18 @@ def test_a_lock_of_a_compiler_is_named(checkpoint: Checkpoints, tmp_path: Path, 
 
 
 def test_everything_is_released_though_closing_fails_half_way(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    before = dict(os.environ)
-    loaded: Any = load("deepspeed", checkpoint("llama"), "cpu")
-    monkeypatch.setattr(loaded._engine, "destroy", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with unchanged(), pytest.raises(ZeroDivisionError):  # noqa: PT012
+        loaded: Any = load("deepspeed", checkpoint("llama"), "cpu")
+        monkeypatch.setattr(loaded._engine, "destroy", lambda: 1 / 0)
         loaded.close()
-    assert not dist.is_initialized()
-    assert dict(os.environ) == before
 
 
 def test_nvme_says_what_it_lacks(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_args, **_kwargs: False)
-    with pytest.raises(EngineError, match="libaio-dev"):
+    with unchanged(), pytest.raises(EngineError, match="libaio-dev"):
         load("deepspeed", checkpoint("llama"), "nvme", tmp_path)
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_args, **_kwargs: True)
-    with pytest.raises(EngineError, match="--nvme-path"):
+    with unchanged(), pytest.raises(EngineError, match="--nvme-path"):
         load("deepspeed", checkpoint("llama"), "nvme", tmp_path / "nowhere")
-    assert not dist.is_initialized()

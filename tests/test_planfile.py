@@ -4,19 +4,16 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests import Checkpoints, Patch, wait
+from tests import Checkpoints, Patch, invoke, wait
 from tests.command import interrupted, small_files, started, zinfer
-from tests.inline import MACHINE
-from tests.inline_worker import InlineWorker
 from zinfer.checkpoint.resolve import resolve
-from zinfer.cli import cli
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
@@ -77,25 +74,20 @@ def test_every_part_of_the_key_is_in_the_name(key: PlanKey) -> None:
     assert len(stems | {key.stem}) == len(others) + 1
 
 
-@pytest.mark.parametrize(
-    ("update", "words"),
-    [
-        ({"version": "0.1"}, "its version is 0.1, not"),
-        ({"network": 0}, "its network is 0, not"),
-        ({"target": "9.0"}, "its target is 9.0, not"),
-        ({"revision": "other"}, "its revision is other, not"),
-        ({"dtype": "float16"}, "its dtype is float16, not bfloat16"),
-        ({"layers": 2}, "its layers is 2, not None"),
-        ({"max_batch_size": 2}, "its max_batch_size is 2, less than 4"),
-        ({"max_seq_len": 16}, "its max_seq_len is 16, less than 32"),
-    ],
-)
+STALE = {
+    "version": "0.1", "network": 0, "target": "9.0", "revision": "other", "dtype": "float16", "layers": 2,
+    "max_batch_size": 2, "max_seq_len": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", STALE)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_foreign_or_stale_plan_is_refused_with_the_reason(
-    folder: Path, key: PlanKey, update: dict[str, object], words: str, explicit: bool
+    folder: Path, key: PlanKey, field: str, explicit: bool
 ) -> None:
-    file = fake(key.model_copy(update=update))
-    with pytest.raises(EngineError, match=re.escape(words)) as error:
+    file = fake(key.model_copy(update={field: STALE[field]}))
+    wanted = f"{'less than' if field.startswith('max') else 'not'} {getattr(key, field)}"
+    with pytest.raises(EngineError, match=re.escape(f"its {field} is {STALE[field]}, {wanted}")) as error:
         planfile.find(key, str(file.path) if explicit else "auto")
     assert "Build one: zinfer pack --engine tensorrt --model " in str(error.value)
     assert "--max-batch-size 4 --max-seq-len 32" in str(error.value)
@@ -129,10 +121,9 @@ def test_a_spoilt_plan_is_refused(
         planfile.find(key)
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("during", ["loading weights", "building engine"])
-def test_a_cancelled_build_leaves_nothing(
-    folder: Path, library: Library, spec: ModelSpec, key: PlanKey, during: str
-) -> None:
+def test_a_cancelled_build_leaves_nothing(library: Library, spec: ModelSpec, key: PlanKey, during: str) -> None:
     stages: list[str] = []
     with pytest.raises(Cancelled):
         build(library, key, spec, PLANS / "x.plan", lambda stage, _: stages.append(stage), lambda: during in stages)
@@ -140,50 +131,47 @@ def test_a_cancelled_build_leaves_nothing(
     assert list(PLANS.iterdir()) == []
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
-    folder: Path, library: Library, spec: ModelSpec, key: PlanKey, monkeypatch: Patch
+    library: Library, spec: ModelSpec, key: PlanKey, monkeypatch: Patch
 ) -> None:
+    make = partial(build, library, key, path=PLANS / "x.plan")
     with pytest.raises(EngineError, match=r"of host memory; this machine has 1\.0 GB"):
-        build(library, key, spec, PLANS / "x.plan", host_bytes=1_000_000_000)
+        make(spec=spec, host_bytes=1_000_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
     with pytest.raises(EngineError, match="with -o"):
-        build(library, key, spec, PLANS / "x.plan")
-    big = resolve("bloom-7b1", "float32", None)
+        make(spec=spec)
     with pytest.raises(EngineError, match="--dtype bfloat16"):
-        build(library, key, big, PLANS / "x.plan")
+        make(spec=resolve("bloom-7b1", "float32", None))
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> None:
-    words = (*BUILD, "-m", str(spec.directory), "--dtype", "fp32")
     with small_files(1 << 20):
-        result = zinfer(folder, *words)
+        result = zinfer(folder, *BUILD, "-m", str(spec.directory), "--dtype", "fp32")
     assert result.returncode == 5, result.stderr
     assert "the build failed" in result.stderr
     assert "Traceback" not in result.stderr
     assert list((folder / PLANS).iterdir()) == []
 
 
-def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: Patch) -> None:
-    words = (*BUILD, "-m", str(spec.directory), "--dtype", "bf16")
+def test_build_on_the_command_line(folder: Path, spec: ModelSpec) -> None:
+    words: tuple[str, ...] = (*BUILD, "-m", str(spec.directory), "--dtype", "bf16")
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
     assert (folder / path).stat().st_size > spec.weight_bytes
-    again = CliRunner().invoke(cli, words)
+    again = invoke(*words)
     assert again.stdout == first.stdout
     assert "is there already" in again.stderr
     for settings in (("--load-format", "dummy"), ("--level", "3")):
-        other = CliRunner().invoke(cli, [*words, "-o", str(path), *settings])
+        other = invoke(*words, "-o", path, *settings)
         assert other.exit_code == 2
         assert "--force replaces it" in other.stderr
     if not torch.cuda.is_available():
-        monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-        monkeypatch.setattr("zinfer.system.local.this_machine", lambda: MACHINE)
-        sweep = CliRunner().invoke(cli, [
-            "sweep", "-m", str(spec.directory), "--engine", "tensorrt", "--offload", "cpu", "--gpu-weights",
-            "50%", "--dtype", "bf16", "--input-len", "8", "--output-len", "4", "--batch-size", "1", "-o", "r.jsonl",
-        ])  # fmt: skip
-        assert sweep.exit_code == 4
+        words = ("--engine", "tensorrt", "--offload", "cpu", "--gpu-weights", "50%", "--dtype", "bf16")
+        words += ("--input-len", "8", "--output-len", "4", "--batch-size", "1")
+        sweep = zinfer(folder, "sweep", "-m", str(spec.directory), *words)
+        assert sweep.returncode == 4
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 
@@ -210,9 +198,8 @@ def _peak(folder: Path, directory: Path) -> int:
 def test_a_build_takes_no_more_memory_than_it_says(folder: Path, checkpoint: Checkpoints, spec: ModelSpec) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        "llama", num_hidden_layers=6, hidden_size=2048, intermediate_size=4096, num_attention_heads=16, vocab_size=256
-    )
+    sizes = {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16}
+    config = AutoConfig.for_model("llama", **sizes, vocab_size=256)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model", max_shard_size="100MB")
     large = resolve(str(folder / "model"), "bfloat16", None)

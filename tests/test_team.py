@@ -4,6 +4,7 @@ process left when one ends."""
 from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from zinfer.analysis.timeline import by_rank
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream.engine import Stream
-from zinfer.engine.team import TeamBatch
 from zinfer.generation.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("ranks_forked")
@@ -28,6 +28,12 @@ def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> I
     loaded = load("stream", checkpoint("llama"), "cpu", tmp_path_factory.mktemp("none"), gpus=2)
     yield loaded
     loaded.close()
+
+
+@pytest.fixture(autouse=True)
+def cleared(team: Engine) -> Iterator[None]:
+    yield
+    team.clear()
 
 
 @pytest.fixture
@@ -42,16 +48,15 @@ def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None
         assert row.output_ids == alone(engine, row.prompt_ids, limit), row.key
 
 
-def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
+def test_tokens_are_those_of_transformers(team: Any, checkpoint: Checkpoints) -> None:
     check_tokens(team, checkpoint("llama"))
     effective = team.effective()
     assert effective.settings["gpus"] == 2
     assert effective.wire_bytes_per_step == effective.host_weight_bytes == effective.streamed_bytes_per_step
-    assert team.bring() == sum(layer.end - layer.start for layer in team._engine.ring.layers[::4])  # type: ignore[attr-defined]
-    leader, other = team._all("host_memory")  # type: ignore[attr-defined]
+    assert team.bring() == sum(layer.end - layer.start for layer in team._engine.ring.layers[::4])
+    leader, other = team._all("host_memory")
     assert all(effective.host_weight_bytes <= shared < peak for peak, shared in (leader, other))
     assert team.host_memory() == pytest.approx(leader[0] + other[0] - other[1], rel=0.05), "the weights once"
-    team.clear()
 
 
 def test_a_rank_without_rows_takes_part(team: Engine, single: Engine) -> None:
@@ -59,17 +64,13 @@ def test_a_rank_without_rows_takes_part(team: Engine, single: Engine) -> None:
     assert alone(team, prompt, 6) == alone(single, prompt, 6)
 
 
-def test_rows_go_where_there_is_room(team: Engine) -> None:
+def test_rows_go_where_there_is_room(team: Any) -> None:
     mask = torch.ones(3, 4, dtype=torch.int64)
     first, second = team.admit(mask, 8), team.admit(mask, 8)
-    assert isinstance(first, TeamBatch)
-    assert isinstance(second, TeamBatch)
     assert (first.ranks, second.ranks) == ([0, 0, 1], [0, 1, 1])
     team.retire(first, [0, 1])
     assert (first.ranks, first.batch_size) == ([1], 1)
-    third = team.admit(mask[:2], 8)
-    assert isinstance(third, TeamBatch)
-    assert third.ranks == [0, 0]
+    assert team.admit(mask[:2], 8).ranks == [0, 0]
     team.clear()
     assert team.batches == []
 
@@ -97,45 +98,30 @@ def test_drafts_are_verified(team: Engine, single: Engine, monkeypatch: Patch) -
 
 
 @pytest.mark.parametrize("fault", [MemoryError("no room"), EngineError("not this")])
-def test_a_pass_that_fails_on_one_rank_fails_alone(
-    fault: Exception, team: Any, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
+def test_a_pass_that_fails_on_one_rank_fails_alone(fault: Exception, team: Any, checkpoint: Checkpoints) -> None:
     token_ids, mask = prompts(BATCHES[0])
     batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
 
-    def failing(*_: Any) -> None:
-        raise fault
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder.Decoder, "_alone", failing)
-        with pytest.raises(type(fault), match=str(fault)):
-            passes.decode(team, batch, logits.argmax(-1))
+    with patch.object(decoder.Decoder, "_alone", side_effect=fault), pytest.raises(type(fault), match=str(fault)):
+        passes.decode(team, batch, logits.argmax(-1))
     team.retire(batch)
     assert torch.equal(greedy(team, BATCHES[0]), reference(checkpoint("llama"))[0])
     with pytest.raises(IndexError, match="the KV cache holds"):
         team.forward([Work(team.batches[0], torch.zeros(3, 99, dtype=torch.int64))])
-    team.clear()
 
 
-def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("verb", ["apply_placement", "admit"])
+def test_a_rank_without_room_leaves_all_alike(verb: str, team: Engine, checkpoint: Checkpoints) -> None:
     """Refuse a micro-batch that one rank cannot hold. The others go on."""
     token_ids, mask = prompts(BATCHES[0])
-    for verb in ("apply_placement", "admit"):
-        batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
-        tokens = [logits.argmax(-1)]
-
-        def full(*_: Any) -> None:
-            raise torch.OutOfMemoryError("no room")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Stream, verb, full)
-            with pytest.raises(torch.OutOfMemoryError, match="no room"):
-                team.admit(mask, 2000)
-        assert team.batches == [batch]
-        while len(tokens) < OUTPUT_LEN:
-            tokens.append(passes.decode(team, batch, tokens[-1]).argmax(-1))
-        assert torch.equal(torch.stack(tokens, dim=1), reference(checkpoint("llama"))[0])
-        team.clear()
+    batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
+    tokens, full = [logits.argmax(-1)], torch.OutOfMemoryError("no room")
+    with patch.object(Stream, verb, side_effect=full), pytest.raises(torch.OutOfMemoryError, match="no room"):
+        team.admit(mask, 2000)
+    assert team.batches == [batch]
+    while len(tokens) < OUTPUT_LEN:
+        tokens.append(passes.decode(team, batch, tokens[-1]).argmax(-1))
+    assert torch.equal(torch.stack(tokens, dim=1), reference(checkpoint("llama"))[0])
 
 
 def test_a_pass_without_memory_on_one_rank(team: Engine, single: Engine, monkeypatch: Patch) -> None:
@@ -164,7 +150,6 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
     for layer in range(layers):
         gathers = [span for span in spans if (span.lane, span.layer) == ("gather", layer)]
         assert max(span.start_ms for span in gathers) < min(span.end_ms for span in gathers)
-    team.clear()
 
 
 def test_rows_of_different_lengths_move_together(team: Engine, single: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import PATIENCE_S, Checkpoints, Patch, alive, passes, quantized, wait
+from tests import PATIENCE_S, Checkpoints, Patch, alive, children, passes, quantized, wait
 from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, OUTPUT_LEN, check_tokens, load, plan_of, prompts
 from zinfer.core.case import Case
@@ -31,11 +31,10 @@ def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[i
     logits_of: list[list[Tensor]] = []
     for rows in torch.arange(len(token_ids)).split(list(ways)):
         batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)
-        steps = [logits]
+        logits_of.append(steps := [logits])
         while len(steps) < OUTPUT_LEN:
             steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.retire(batch)
-        logits_of.append(steps)
     return [torch.cat(parts) for parts in zip(*logits_of, strict=True)]
 
 
@@ -51,36 +50,26 @@ def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "coded, part stays": ("llama", {"weight_codec": "lossless", "gpu_weights": "50%"}),
     "fp8, kv over the link": ("fp8", {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
-    "plain, kv by the cpu": (
-        "bloom",
-        {"dtype": "float32", "device_rows": 1, "kv_offload": "cpu", "kv_attention": "cpu"},
-    ),
+    "plain, kv by the cpu": ("bloom", {"device_rows": 1, "kv_offload": "cpu", "kv_attention": "cpu"}),
     "int8 kv, part stays": ("llama", {"kv_cache_dtype": "int8", "gpu_weights": "70%"}),
 }
 
 
-def rounding(options: dict[str, Any]) -> float:
-    """Return the rounding that a way may have: the CPU adds up in another order than torch, and which rows it attends
-    to depends on the rank."""
-    return 1e-4 if options.get("kv_attention") == "cpu" else 0.0
+SLOW = ("plain, kv by the cpu", "int8 kv, part stays")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=() if way in ("coded, part stays", "fp8, kv over the link") else pytest.mark.slow)
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])
 def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
-    options = {"dtype": "bfloat16"} | options
+    by_cpu = options.get("kv_attention") == "cpu"
+    options = {"dtype": "float32" if by_cpu else "bfloat16"} | options
     single = load("stream", folder, "cpu", **options)
     team = load("stream", folder, "cpu", **options, gpus=2)
-    check_alike(team, single, rounding(options))
+    # The CPU adds up in another order than torch, and which rows it attends to depends on the rank.
+    check_alike(team, single, 1e-4 * by_cpu)
     alone, shared = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
     assert [getattr(alone, name) for name in same] == [getattr(shared, name) for name in same]
@@ -99,10 +88,8 @@ def test_four_ranks(checkpoint: Checkpoints) -> None:
 
 def followers(process: int) -> list[int]:
     """Return the processes of other ranks below `process`."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    mark = b"zinfer.engine.team"
-    return [int(child) for child in children if mark in Path(f"/proc/{child}/cmdline").read_bytes()]
+    commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children(process)}
+    return [child for child, command in commands.items() if b"zinfer.engine.team" in command]
 
 
 def worker_of(directory: Path, engine: str = "stream", output_len: int = 4) -> tuple[Worker, Case]:

@@ -123,22 +123,17 @@ def test_networks_give_the_logits_of_transformers(architecture: str, library: Li
     token_ids = torch.randint(4, spec.vocab_size, (3, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(token_ids)
     mask[0, :3] = mask[2, :5] = 0
-    positions = {} if architecture == "bloom" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    with torch.inference_mode():
-        expected = reference(input_ids=token_ids, attention_mask=mask, use_cache=True, **positions)
-        logits = prefill(engine, token_ids, mask, reserve=6)
+    past, ids, logits = None, token_ids, prefill(engine, token_ids, mask, reserve=6)
+    for step in range(7):
+        positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
+        kept = {"use_cache": True, "past_key_values": past} | (positions if architecture != "bloom" else {})
+        with torch.inference_mode():
+            expected = reference(input_ids=ids, attention_mask=mask, **kept)
         torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
-        spread = expected.logits[:, -1].std().item()
-        assert spread > 0.05, "logits that are all alike would compare equal"
-        for _ in range(6):
-            token = logits.argmax(-1)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            positions = {} if architecture == "bloom" else {"position_ids": (mask.cumsum(-1) - 1)[:, -1:]}
-            expected = reference(
-                input_ids=token[:, None], attention_mask=mask, past_key_values=expected.past_key_values, **positions
-            )
-            logits = decode(engine, token)
-            torch.testing.assert_close(logits, expected.logits[:, -1], rtol=1e-4, atol=1e-4)
+        assert expected.logits[:, -1].std() > 0.05, "logits that are all alike would compare equal"
+        past, token = expected.past_key_values, logits.argmax(-1)
+        ids, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        logits = decode(engine, token) if step < 6 else logits
     with pytest.raises(IndexError):
         decode(engine, token)
     assert engine._executor.passes == [(0, 2), (0, 1)] + [(1, 3)] * 6  # type: ignore[attr-defined]
@@ -250,21 +245,19 @@ def test_variants_are_followed_or_refused(
 def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, checkpoint: Checkpoints) -> None:
     spec = resolve(str(checkpoint("bloom")), None, None)
     build_here(library, spec)
-    engine = WalkingTensorRT(case_plan(spec))
+    engine: Any = WalkingTensorRT(case_plan(spec))
     ids = torch.full((5, 4), 9)
     with pytest.raises(EngineError, match=r"max_batch_size 5 .* --max-batch-size 5 --max-seq-len 32"):
         prefill(engine, ids, torch.ones_like(ids), reserve=4)
     with pytest.raises(EngineError, match=r"max_seq_len 33 .* --max-batch-size 4 --max-seq-len 33"):
         prefill(engine, ids[:1], torch.ones_like(ids[:1]), reserve=29)
     effective = engine.effective()
-    assert effective.streamed_bytes_per_step == 750
+    assert (effective.streamed_bytes_per_step, effective.settings["budget_bytes"]) == (750, 250)
     assert effective.gpu_weight_bytes == spec.weight_bytes - 750
     engine._executor.streamable = spec.streamed_bytes + 1408  # the library may count what it adds
     engine._executor.budget = 0
     assert engine.effective().gpu_weight_bytes == spec.other_bytes
     engine._executor.streamable = 1000
-    assert effective.settings["budget_bytes"] == 250
-    assert engine._executor is not None
     for gpu_weights, budget, fine in (("0%", 0, True), ("25%", 1000, False), ("25%", 250, True), ("auto", 1000, True)):
         engine._executor.budget = engine._executor.asked = budget
         case = engine.plan.case.model_copy(update={"gpu_weights": gpu_weights})
@@ -274,13 +267,8 @@ def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, ch
 
 
 @pytest.mark.parametrize(
-    ("asked", "budget", "taken", "reported"),
-    [
-        (40, 40, 60, None),
-        (40, 50, 60, 50),
-        (40, 40, 3 << 30, 3 << 30),
-        (100, 100, 3 << 30, None),  # all resident: nothing to miss
-    ],
+    ("asked", "budget", "taken", "reported"),  # where all is resident there is nothing to miss
+    [(40, 40, 60, None), (40, 50, 60, 50), (40, 40, 3 << 30, 3 << 30), (100, 100, 3 << 30, None)],
 )
 def test_a_budget_that_is_not_honoured_is_reported(asked: int, budget: int, taken: int, reported: int | None) -> None:
     executor: Any = SimpleNamespace(asked=asked, budget=budget, streamable=100, scratch=20, taken=taken)

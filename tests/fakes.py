@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,12 @@ from zinfer.record.measurement import Effective, Span
 
 VOCAB = 64  # as in tests.inline.SPEC
 TARGET = "tests.fakes:FakeEngine"
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "oom_gpu": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "oom_host": lambda: MemoryError("no host memory left"),
+    "io_error": lambda: OSError(5, "Input/output error"),
+    "error": lambda: RuntimeError("something\nbroke"),
+}
 
 
 class FakeEngine(StepEngine):
@@ -31,26 +37,16 @@ class FakeEngine(StepEngine):
         self._accident("load", 1 << 30)
 
     def _accident(self, stage: str, batch_size: int) -> None:
-        fail = self._options["fail"]
-        if (
-            fail in {"", "nan", "idle"}
-            or stage != self._options["stage"]
-            or batch_size < int(str(self._options["at_batch"]))
-        ):
+        fail, reached = str(self._options["fail"]), batch_size >= int(str(self._options["at_batch"]))
+        if fail in {"", "nan", "idle"} or stage != self._options["stage"] or not reached:
             return
-        if fail == "oom_gpu":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if fail == "oom_host":
-            raise MemoryError("no host memory left")
-        if fail == "io_error":
-            raise OSError(5, "Input/output error")
-        if fail == "error":
-            raise RuntimeError("something\nbroke")
+        if fail in ERRORS:
+            raise ERRORS[fail]()
         if fail == "exit":
             os._exit(7)
         if fail == "hang":
             time.sleep(600)
-        os.kill(os.getpid(), getattr(signal, str(fail)))
+        os.kill(os.getpid(), getattr(signal, fail))
 
     def step(self, stage: str, batch_size: int) -> Tensor:
         time.sleep(float(str(self._options["step_ms"])) / 1e3)

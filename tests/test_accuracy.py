@@ -38,8 +38,7 @@ INPUT, OUTPUT, SAMPLES = 12, 10, 6
 TARGET = "zinfer.engine.stream.engine:Stream"
 
 
-def inline() -> InlineWorker:
-    return InlineWorker(TARGET)
+inline = partial(InlineWorker, TARGET)
 
 
 @cache
@@ -54,23 +53,24 @@ def swift(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
 
 
+@pytest.fixture
+def here(folder: Path, monkeypatch: Patch) -> Path:
+    """The folder that commands run in, with workers in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+    return folder
+
+
 def plan(directory: Path, batch_size: int = 5, **options: Any) -> Plan:
     return plan_of(directory, sizes=(batch_size, INPUT, OUTPUT), **options)
 
 
-def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> AccuracyStudy:
-    return AccuracyStudy(
-        reference=plan(directory),
-        settings=[plan(directory, kv_cache_dtype=storage) for storage in storages],
-        text=TEXT,
-        samples=SAMPLES,
-        make_worker=make_worker,
-    )
-
-
-def ran(study: AccuracyStudy) -> AccuracyStudy:
-    study.run()
-    return study
+def ran(directory: Path, *storages: str, make_worker: Callable[[], Client] = inline) -> AccuracyStudy:
+    """Compare these types of the KV cache with that of the weights."""
+    settings = [plan(directory, kv_cache_dtype=storage) for storage in storages]
+    compared = AccuracyStudy(plan(directory), settings, TEXT, SAMPLES, make_worker)
+    compared.run()
+    return compared
 
 
 def failed(study: AccuracyStudy) -> list[Failed]:
@@ -78,17 +78,13 @@ def failed(study: AccuracyStudy) -> list[Failed]:
 
 
 def by_setting(results: AccuracyStudy) -> dict[tuple[str, str], Deviation]:
-    return {
-        (str(dict(d.case.options).get("kv_cache_dtype", "noise")), d.along): d
-        for d in results.rows
-        if isinstance(d, Deviation)
-    }
+    rows = [row for row in results.rows if isinstance(row, Deviation)]
+    return {(str(dict(row.case.options).get("kv_cache_dtype", "noise")), row.along): row for row in rows}
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkpoints) -> None:
-    run = comparison(checkpoint(architecture), "bf16", "int8")
-    compared_study = ran(run)
+    compared_study = ran(checkpoint(architecture), "bf16", "int8")
     assert (compared_study.tokens, compared_study.logits_dtype) == (len(TEXT), "float32")
     deviations = by_setting(compared_study)
     assert len(deviations) == len(compared_study.rows) == 6
@@ -109,13 +105,11 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
         assert deviations[name, "own"].perplexity is None
     text = deviations["bf16", "text"]
     assert text.perplexity == text.reference_perplexity == deviations["int8", "text"].reference_perplexity
-    assert None in (first := deviations["bf16", "own"].first_differences)
-    assert set(first) == {None}
+    assert set(deviations["bf16", "own"].first_differences) == {None}
 
 
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    int8 = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
     rows = [row for sample in samples_of(directory) for row in (sample[:INPUT], sample[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="int8")):
@@ -133,13 +127,13 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
     for ours, theirs in zip(*freely, strict=True):
         over = next((i + 1 for i, token in enumerate(ours) if token == 2), OUTPUT)
         expected.append(next((i for i in range(over) if ours[i] != theirs[i]), None))
-    assert list(int8.first_differences) == expected
+    assert list(sound_int8(directory).first_differences) == expected
     assert any(tokens is not None for tokens in expected)
 
 
 def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    text = by_setting(ran(comparison(directory, "bf16")))["bf16", "text"]
+    text = by_setting(ran(directory, "bf16"))["bf16", "text"]
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     token_ids = torch.tensor(samples_of(directory))
     with torch.inference_mode():
@@ -150,24 +144,28 @@ def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None
 
 @cache
 def sound_int8(directory: Path) -> Deviation:
-    return by_setting(ran(comparison(directory, "int8")))["int8", "own"]
+    return by_setting(ran(directory, "int8"))["int8", "own"]
 
 
-@pytest.mark.parametrize("broken", ["scrambled", "forgetful", "wrong scale"])
+BREAKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "scrambled": lambda keys, values: (keys.roll(1, -1), values),
+    "forgetful": lambda keys, values: (keys, values.index_fill(2, torch.arange(3), 0)),
+    "wrong scale": lambda keys, values: (keys * 1.1, values),
+    "not a number": lambda keys, values: (keys, values * float("nan")),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
 def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     directory = checkpoint("llama")
     sound, update = sound_int8(directory), QuantizedLayer.update
-
-    def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
-        keys, values = update(self, *states, **rest)
-        if broken == "scrambled":
-            return keys.roll(1, -1), values
-        if broken == "forgetful":
-            return keys, values.index_fill(2, torch.arange(3), 0)
-        return keys * 1.1, values
-
-    monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    deviations = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
+    monkeypatch.setattr(QuantizedLayer, "update", lambda *states, **rest: BREAKS[broken](*update(*states, **rest)))
+    compared_study = ran(directory, "int8")
+    if broken == "not a number":
+        (failure,) = failed(compared_study)
+        assert (failure.status, failure.error) == ("nan_output", "the model's output is not a number")
+        return
+    deviations = by_setting(compared_study)["int8", "own"]
     assert deviations.error > 1.5 * sound.error
     assert deviations.kl > 1.5 * sound.kl
     if broken != "wrong scale":
@@ -176,11 +174,10 @@ def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeyp
 
 
 def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints) -> None:
-    failing = ran(comparison(checkpoint("llama"), "int9", "bf16"))
-    assert [(dict(failure.case.options), failure.status) for failure in failed(failing)] == [
-        ({"kv_cache_dtype": "int9"}, "unsupported")
-    ]
-    assert "choose from auto, bf16, int8" in failed(failing)[0].error
+    failing = ran(checkpoint("llama"), "int9", "bf16")
+    (failure,) = failed(failing)
+    assert (dict(failure.case.options), failure.status) == ({"kv_cache_dtype": "int9"}, "unsupported")
+    assert "choose from auto, bf16, int8" in failure.error
     assert ("bf16", "text") in by_setting(failing)
 
 
@@ -198,28 +195,13 @@ def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints
         workers.append(Mortal(TARGET))
         return workers[-1]
 
-    run = comparison(checkpoint("llama"), "int8", "bf16", make_worker=make)
     if dies_at == 1:
         with pytest.raises(WorkerDied, match="host memory ran out"):
-            run.run()
+            ran(checkpoint("llama"), "int8", "bf16", make_worker=make)
         return
-    failing = ran(run)
+    failing = ran(checkpoint("llama"), "int8", "bf16", make_worker=make)
     assert [failure.status for failure in failed(failing)] == ["oom_host"]
     assert ("bf16", "own") in by_setting(failing)
-
-
-def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    update = QuantizedLayer.update
-
-    def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
-        keys, values = update(self, *states, **rest)
-        return keys, values * float("nan")
-
-    monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    failing = ran(comparison(checkpoint("llama"), "int8"))
-    assert [(row.status, row.error) for row in failed(failing)] == [
-        ("nan_output", "the model's output is not a number")
-    ]
 
 
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -227,11 +209,11 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     worker.load(plan(checkpoint("llama")))
     sample, *_ = samples_of(checkpoint("llama"))
     rows = [study.AccuracyRow(sample[:INPUT], None), study.AccuracyRow(sample[:INPUT], sample[INPUT:])]
-    free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
-    assert free.lengths == [OUTPUT, OUTPUT]
-    assert free.tokens[1] == sample[INPUT:]
-    generated = free.tokens[0]
-    ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({generated[2], free.tokens[1][0]}))
+    record = partial(study.record, worker, rows, OUTPUT, str(tmp_path / "logits"))
+    free = record(frozenset())
+    generated, given = free.tokens
+    assert (free.lengths, given) == ([OUTPUT, OUTPUT], sample[INPUT:])
+    ended = record(frozenset({generated[2], given[0]}))
     assert ended.lengths == [generated.index(generated[2]) + 1, OUTPUT]
     worker.close()
 
@@ -291,21 +273,17 @@ AXIS = ("-O", "kv_cache_dtype=int8")
         ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
         ([*AXIS, "--offload", "none", "--gpu-weights", "50%"], "leave out --offload none"),
         ([*AXIS, "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read: No such file"),
-        ([*AXIS, "--prompt-file", "model/model.bin"], "model.bin is not UTF-8 text"),
+        ([*AXIS, "--prompt-file", "model.bin"], "model.bin is not UTF-8 text"),
         ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),
         ([*AXIS, "--samples", "99"], f"the text has {len(TEXT):,} tokens, too few for 99 samples of 32"),
         (["-m", "bloom-tiny", *AXIS], "bloom-tiny has no weights to fetch: give a checkpoint folder"),
     ],
 )
-def test_mistakes_are_one_line(
-    words: list[str], message: str, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+@pytest.mark.usefixtures("here")
+def test_mistakes_are_one_line(words: list[str], message: str, checkpoint: Checkpoints) -> None:
     Path("text.txt").write_text(TEXT)
     Path("model").symlink_to(checkpoint("opt"))
-    (folder / "model.bin").write_bytes(b"\xff")
-    words = [word.replace("model/model.bin", "model.bin") for word in words]
+    Path("model.bin").write_bytes(b"\xff")
     result = study_accuracy("-m", "model", "--prompt-file", "text.txt", "--input-len", 16, "--output-len", 16, *words)
     assert result.exit_code != 0
     assert message in error_text(result)
@@ -318,9 +296,8 @@ def no_int8(engine: Any, _option: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+@pytest.mark.usefixtures("here")
+def test_some_settings_may_fail_and_random_weights_are_marked(monkeypatch: Patch) -> None:
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
     with monkeypatch.context() as refusing:
         refusing.setattr("zinfer.engine.stream.engine.Stream._cannot_have", no_int8)
@@ -340,11 +317,8 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert not list(Path("sweeps").rglob("accuracy.json*"))
 
 
-def test_the_reference_among_other_settings_is_not_compared_again(
-    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
+@pytest.mark.usefixtures("here")
+def test_the_reference_among_other_settings_is_not_compared_again(checkpoint: Checkpoints) -> None:
     words = ["-m", checkpoint("llama"), "--samples", 2, "--input-len", 8, "--output-len", 4, "-o", "found.jsonl"]
     for setting, expected in (("auto,int8", ["kv_cache_dtype=int8"]), ("auto", ["none"])):
         assert study_accuracy(*words, "--kv-cache-dtype", setting).exit_code == 0
@@ -353,7 +327,7 @@ def test_the_reference_among_other_settings_is_not_compared_again(
 
 
 def test_an_interrupt_keeps_the_settings_that_were_compared(
-    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+    here: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     asked = 0
 
@@ -366,9 +340,8 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
                     os.kill(os.getpid(), signal.SIGTERM)
             return super().ask(request)
 
-    monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
-    (scratch := folder / "scratch").mkdir()
+    (scratch := here / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     words = ["--kv-cache-dtype", "int8,bf16", "--samples", 2, "--batch-size", 4, "--input-len", 8]
     result = study_accuracy("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
@@ -378,20 +351,16 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
     recorded = studies.last(Path("found.jsonl"), "accuracy")
     assert [case.options for case in compared(recorded)] == [(("kv_cache_dtype", "int8"),)]
     failures = [(row.case.options[0][1], row.status, row.error) for row in recorded.of(Failed)]
-    assert failures == [(setting, "cancelled", "SIGTERM") for setting in ("bf16",)]
+    assert failures == [("bf16", "cancelled", "SIGTERM")]
 
 
-def test_the_record_is_printed_and_lies_with_the_machines_results(
-    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "model").symlink_to(checkpoint("llama"))
+def test_the_record_is_printed_and_lies_with_the_machines_results(here: Path, checkpoint: Checkpoints) -> None:
+    (here / "text.txt").write_text(TEXT)
+    (here / "model").symlink_to(checkpoint("llama"))
     words = ["-m", "model", "--offload", "cpu", "--kv-cache-dtype", "int8", "--prompt-file", "text.txt"]
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     result = study_accuracy(*words, "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.exit_code == 0, result.stderr
-    (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
+    (written,) = here.glob("sweeps/results/*/accuracy.jsonl")
     recorded = studies.last(written, "accuracy")
     assert "kv_cache_dtype=int8" in result.stdout
     assert written.parent.name == recorded.machine
@@ -406,6 +375,6 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(
 @pytest.mark.gpu
 def test_eight_bits_on_a_gpu(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     monkeypatch.undo()
-    deviations = by_setting(ran(comparison(checkpoint("llama"), "bf16", "int8")))
+    deviations = by_setting(ran(checkpoint("llama"), "bf16", "int8"))
     assert deviations["bf16", "own"].error_max == 0
     assert 0 < deviations["int8", "own"].error < 0.1

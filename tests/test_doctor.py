@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tests import Patch, mentions
+from tests import Patch, invoke, mentions
 from zinfer.commands import doctor
 from zinfer.core.engine import ENGINES, EngineKind
 from zinfer.engine import EngineError
 from zinfer.system import host
+
+
+def machine() -> dict[str, doctor.Finding]:
+    return {row.name: row for row in doctor.machine_rows()}
 
 
 def refuse(name: str) -> EngineKind:
@@ -20,7 +23,7 @@ def refuse(name: str) -> EngineKind:
 @pytest.mark.torch
 def test_one_engine_is_enough(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", lambda name: ENGINES[name] if name == "stream" else refuse(name))
-    assert CliRunner().invoke(doctor.command).exit_code == 0
+    assert invoke("doctor").exit_code == 0
     rows = {row.name: row for row in (*doctor.package_rows(), *doctor.machine_rows(), *doctor.engine_rows())}
     assert mentions(rows["stream"].finding, "can run", "cpu, none")
     assert rows["deepspeed"].finding == "cannot run"
@@ -30,7 +33,7 @@ def test_one_engine_is_enough(monkeypatch: Patch) -> None:
 
 def test_no_engine_is_an_error_of_the_environment(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.kind", refuse)
-    result = CliRunner().invoke(doctor.command, [])
+    result = invoke("doctor")
     assert result.exit_code == 5
     assert "cannot run" in result.stdout
 
@@ -50,22 +53,24 @@ def test_missing_packages_name_their_extra(monkeypatch: Patch) -> None:
     assert advice["deepspeed"] == "pip install 'zinfer[engines]'"
     assert advice["click"] == "pip install zinfer"
     monkeypatch.setattr("zinfer.engine.kind", refuse)
-    assert "zinfer[tensorrt-rtx]" in "".join(CliRunner().invoke(doctor.command, []).stdout.split())
+    assert "zinfer[tensorrt-rtx]" in "".join(invoke("doctor").stdout.split())
 
 
-def test_libaio_is_looked_for(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_libaio_and_compilers_are_looked_for(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    rows = {row.name: row for row in doctor.machine_rows()}
+    rows = machine()
     assert mentions(rows["libaio"].finding, "no libaio", "no C++ compiler")
     assert mentions(rows["libaio"].advice, "libaio-dev", "deepspeed", "nvme")
+    assert rows["C compiler"].finding == "none"
+    assert "install gcc" in rows["C compiler"].advice
     monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (tmp_path / "libaio.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path))
-    rows = {row.name: row for row in doctor.machine_rows()}
-    assert mentions(rows["libaio"].finding, "libaio.so.1", "libaio.h", "/usr/bin/c++")
-    assert rows["libaio"].advice == ""
+    found = machine()["libaio"]
+    assert mentions(found.finding, "libaio.so.1", "libaio.h", "/usr/bin/c++")
+    assert found.advice == ""
 
 
 def test_machine_rows(monkeypatch: Patch) -> None:
@@ -80,10 +85,3 @@ def test_machine_rows(monkeypatch: Patch) -> None:
     rows = {row.name: row.finding for row in doctor.machine_rows()}
     assert rows["GPU"].startswith("none")
     assert not any("CUDA" in finding or "GPU" in finding for finding in rows.values())
-
-
-def test_a_missing_compiler_is_reported(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("shutil.which", lambda _name: None)
-    (row,) = (row for row in doctor.machine_rows() if row.name == "C compiler")
-    assert row.finding == "none"
-    assert "install gcc" in row.advice

@@ -3,15 +3,15 @@
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import PATIENCE_S, alive, environment, wait
+from tests.command import python
 
 pytestmark = pytest.mark.long
 
@@ -22,7 +22,6 @@ COMMAND = """
 import sys, time, types
 stub = types.ModuleType("zinfer.cli")
 def main():
-    {before}
     print("ready", flush=True)
     {what}
     print("over", flush=True)
@@ -51,18 +50,13 @@ FILE = """
 """
 
 
-def started(what: str, *words: str, before: str = "pass") -> subprocess.Popen[str]:
-    script = COMMAND.replace("{before}", before).replace("{what}", what)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *words], env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
+def started(what: str, *words: str) -> Any:
+    process = python("-c", COMMAND.replace("{what}", what), *words)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def interrupted(process: subprocess.Popen[str], number: int) -> None:
+def interrupted(process: Any, number: int) -> None:
     """Send a signal and check the end."""
     began = time.monotonic()
     process.send_signal(number)
@@ -81,8 +75,7 @@ def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> Non
 
 def test_what_a_command_has_made_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "good").write_text("good")
-    process = started(FILE, str(tmp_path), before="")
-    assert process.stdout is not None
+    process = started(FILE, str(tmp_path))
     assert process.stdout.readline() == "ready\n"
     assert len(list(tmp_path.iterdir())) == 3
     interrupted(process, signal.SIGTERM)
@@ -91,8 +84,7 @@ def test_what_a_command_has_made_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_has_the_same_exit_code() -> None:
-    slow = "from zinfer.system import ending; ending.at_end(lambda: time.sleep(1)); time.sleep(600)"
-    process = started(slow)
+    process = started("from zinfer.system import ending; ending.at_end(lambda: time.sleep(1)); time.sleep(600)")
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     interrupted(process, signal.SIGINT)
@@ -108,12 +100,10 @@ def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
 
 
 def test_the_terminal_gets_its_cursor_back() -> None:
-    what = "from zinfer.commands.watch import Watch; w = Watch(); w.__enter__(); print('ready', flush=True)"
-    script = COMMAND.replace("{before}", what).replace("{what}", "time.sleep(600)")
+    what = "from zinfer.commands.watch import Watch; w = Watch(); w.__enter__(); print('ready'); time.sleep(600)"
     master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment(TERM="xterm"), stdout=slave, stderr=slave
-    )
+    script = COMMAND.replace("{what}", what)
+    process = python("-c", script, env=environment(TERM="xterm"), stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     while seen.count(b"ready") < 2:
@@ -133,10 +123,7 @@ def test_an_import_is_interrupted_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("import sys, time\nprint('importing', flush=True)\ntime.sleep(600)\n")
     env = environment()
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zinfer", "plot"], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
+    process = python("-m", "zinfer", "plot", env=env)
     assert process.stdout.readline() == "importing\n"
     interrupted(process, signal.SIGINT)
 
@@ -153,11 +140,7 @@ main()
 
 
 def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROBED, "sweep", "-m", "bloom-tiny"], cwd=tmp_path, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
+    process = python("-c", PROBED, "sweep", "-m", "bloom-tiny", cwd=tmp_path)
     probe = int(process.stderr.readline())
     interrupted(process, signal.SIGINT)
     wait(lambda: not alive(probe), SOON_S)
@@ -175,8 +158,7 @@ os.write(1, b"%d %s" % (os.getpid(), child.stdout.readline()))
 PARENT = """
 import os, subprocess, sys, time
 env = {**os.environ, "ZINFER_PARENT": str(os.getpid())}
-worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, start_new_session=True)
-worker.wait() if sys.argv[2] == "wait" else time.sleep(600)
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=env, start_new_session=True).wait()
 time.sleep(600)
 """
 
@@ -184,11 +166,7 @@ time.sleep(600)
 @pytest.mark.parametrize("way", ["the parent is killed", "the worker is killed", "the worker ends"])
 def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
     then = "time.sleep(0.5)" if way == "the worker ends" else "time.sleep(600)"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, WORKER.replace("{then}", then), "wait"], env=environment(),
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert parent.stdout is not None
+    parent = python("-c", PARENT, WORKER.replace("{then}", then), stderr=None)
     worker, *compilers = map(int, parent.stdout.readline().split())
     try:
         assert len(compilers) == 2
@@ -224,5 +202,6 @@ print("alive")
 
 
 def test_a_signal_that_a_context_took_ends_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", TAKEN], env=environment(), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+    process = python("-c", TAKEN)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stdout) == (0, "alive\n"), stderr

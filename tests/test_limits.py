@@ -29,13 +29,10 @@ def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
     faster = []
     for seen in usable:
         point: Measurement = seen.point
-        plan = make_plan(point.case, seen.model, seen.linked_machine)
+        plan: Any = make_plan(point.case, seen.model, seen.linked_machine)
         if point.case.offload == "nvme" and seen.machine.nvme_bandwidth is None:
             assert plan.step_s is None, "the rate of that disk is not known"
             continue
-        assert plan.prefill_s is not None
-        assert plan.step_s is not None
-        assert plan.output_tok_s is not None
         limits = {"ttft": plan.prefill_s, "tpot": plan.step_s, "1 / tok/s": 1 / plan.output_tok_s}
         measured = {"ttft": mean(point.ttft_ms) / 1e3, "tpot": (point.tpot_ms or 0) / 1e3}
         measured["1 / tok/s"] = 1 / (point.output_tok_s or 1)
@@ -75,10 +72,8 @@ def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool
             if edge.smallest_oom is None or edge.largest_ok is None:
                 continue
             spec = resolve(edge.load.model, edge.load.dtype, edge.load.layers)
-            if (
-                spec.architecture in ENGINES[edge.load.engine].options().transport().fuses
-            ):  # its scores took memory when it was recorded
-                continue
+            if spec.architecture in ENGINES[edge.load.engine].options().transport().fuses:
+                continue  # its scores took memory when it was recorded
             machine, efficiency = committed.machines()[group[0].machine], efficiencies.get(edge.load.engine)
             largest = Planner(edge.load, spec, machine, efficiency).max_batch(edge.load.workload)
             assert 0.8 * edge.largest_ok < largest < edge.smallest_oom, edge.load.label()
@@ -86,16 +81,12 @@ def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool
     assert seen >= 4
 
 
-def test_peaks_are_of_the_datasheet_and_of_the_wire() -> None:
+def test_peaks_are_of_the_datasheet_the_wire_or_the_user() -> None:
     h100 = machines.load("h100-80gb").at_peak()
-    assert h100.matmul_flops == pytest.approx(989.4e12)
-    assert h100.hbm_bandwidth == pytest.approx(3.35e12)
+    assert (h100.matmul_flops, h100.hbm_bandwidth) == pytest.approx((989.4e12, 3.35e12))
     assert h100.h2d_bandwidth == PCIE_BANDWIDTH[5]
     measured = next(value for value in committed.machines().values() if value.gpu_name == "NVIDIA H200").at_peak()
     assert (measured.matmul_flops, measured.h2d_bandwidth) == (989.4e12, PCIE_BANDWIDTH[5])
-
-
-def test_peaks_leave_what_was_set_by_hand_and_what_has_none() -> None:
     h100 = override(machines.load("h100-80gb"), "h2d_bandwidth=20GB/s").at_peak()
     assert h100.h2d_bandwidth == 20e9
     bare = Machine(name="laptop", source="measured", h2d_bandwidth=8e9, matmul_flops=1e12)

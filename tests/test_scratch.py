@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tests import PATIENCE_S, children, environment, wait
-from zinfer.cli import cli
+from tests import PATIENCE_S, Checkpoints, children, invoke, wait
+from tests.command import probed, python, started, zinfer_process
 from zinfer.system import atomic, scratch
 
 # Each makes something in the folder of its first argument, says so, and waits for its end.
@@ -53,10 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 def killed(script: str, folder: Path) -> Path:
     """Kill `script` once its path exists, and return the path."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, env=environment(), text=True
-    )
-    assert process.stdout is not None
+    process = python("-c", script, str(folder), stderr=None)
     path = Path(process.stdout.readline().strip())
     scratch.remove_abandoned()
     assert path.exists(), "removed while its process lives"
@@ -66,12 +60,11 @@ def killed(script: str, folder: Path) -> Path:
     return path
 
 
-def entry(state: Path, path: Path | str, name: str, boot: str | None = None, host: str | None = None) -> Path:
-    """Write an entry that no process holds."""
+def entry(state: Path, path: Path, name: str, **other: str) -> None:
+    """Write an entry that no process holds, of this boot and host or an `other` one."""
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    boot, host = boot or scratch._host()[0], host or scratch._host()[1]
-    (state / f"{name}.scratch").write_text(json.dumps([boot, host, str(path)]))
-    return state / f"{name}.scratch"
+    here = dict(zip(("boot", "host"), scratch._host(), strict=True))
+    (state / f"{name}.scratch").write_text(json.dumps([*(here | other).values(), str(path)]))
 
 
 @pytest.mark.parametrize("script", [WEIGHTS, FILE])
@@ -80,17 +73,16 @@ def test_a_killed_process_leaves_nothing_for_good(folder: Path, state: Path, scr
     path, messages = killed(script, folder), list[str]()
     assert path.exists()
     scratch.remove_abandoned(messages.append)
-    assert [file.name for file in folder.iterdir()] == ["good.txt"]
-    assert (folder / "good.txt").read_text() == "good"
-    assert len(messages) == 1
-    assert str(path) in messages[0]
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("good.txt", "good")]
+    (message,) = messages
+    assert str(path) in message
     assert list(state.iterdir()) == []
 
 
 def test_the_next_command_says_what_it_removed(folder: Path) -> None:
     path = killed(WEIGHTS, folder)
     (folder / "nothing").mkdir()
-    result = CliRunner().invoke(cli, ["export", str(folder / "nothing")])
+    result = invoke("export", folder / "nothing")
     assert result.exit_code == 4
     assert f"removed {path}," in result.stderr
     assert not path.exists()
@@ -109,18 +101,22 @@ def test_a_target_of_a_link_stays(folder: Path, tmp_path: Path) -> None:
 def test_an_entry_names_only_what_bears_its_name(folder: Path, state: Path) -> None:
     thesis = folder / "thesis.txt"
     thesis.write_text("years")
-    names = [entry(state, path, f"name{number}") for number, path in enumerate((thesis, folder, folder / "none"))]
+    for number, path in enumerate((thesis, folder, folder / "none")):
+        entry(state, path, f"name{number}")
     (state / "torn.scratch").write_text("")
     scratch.remove_abandoned()
     assert thesis.read_text() == "years"
-    assert not [name for name in names if name.exists()]
-    assert not (state / "torn.scratch").exists()
+    assert not [*state.iterdir()]
+
+
+@pytest.fixture
+def part(folder: Path) -> Path:
+    (folder / "x.abcd.part").write_text("x")
+    return folder / "x.abcd.part"
 
 
 @pytest.mark.parametrize("kind", ["open", "link"])
-def test_a_state_folder_that_others_may_write_to_is_not_used(folder: Path, state: Path, kind: str) -> None:
-    part = folder / "x.abcd.part"
-    part.write_text("x")
+def test_a_state_folder_that_others_may_write_to_is_not_used(part: Path, state: Path, kind: str) -> None:
     entry(state, part, "abcd")
     if kind == "open":
         state.chmod(0o770)
@@ -129,18 +125,16 @@ def test_a_state_folder_that_others_may_write_to_is_not_used(folder: Path, state
         state.symlink_to("elsewhere")
     scratch.remove_abandoned()
     assert part.exists()
-    with scratch.folder(folder, "weights") as made:
+    with scratch.folder(part.parent, "weights") as made:
         assert made.path.is_dir()
     assert len(list(state.iterdir())) == 1
 
 
-def test_what_another_host_left_on_a_shared_drive_stays(folder: Path, state: Path) -> None:
-    part = folder / "x.abcd.part"
-    part.write_text("x")
-    entry(state, part, "abcd", "another boot", "another host")
+def test_what_another_host_left_on_a_shared_drive_stays(part: Path, state: Path) -> None:
+    entry(state, part, "abcd", boot="another", host="another")
     scratch.remove_abandoned()
     assert part.exists()
-    entry(state, part, "abcd", "another boot")  # of this host before it was started again
+    entry(state, part, "abcd", boot="another")  # of this host before it was started again
     scratch.remove_abandoned()
     assert not part.exists()
 
@@ -193,11 +187,7 @@ except OSError as error:
 
 
 def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(folder: Path, state: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, str(folder)], env=environment(), capture_output=True, text=True,
-        timeout=PATIENCE_S, check=True,
-    )  # fmt: skip
-    assert "Read-only" in done.stdout
+    assert "Read-only" in python("-c", READ_ONLY, str(folder)).communicate(timeout=PATIENCE_S)[0]
     assert [*folder.iterdir()]
     scratch.remove_abandoned()
     assert not [*folder.iterdir(), *state.iterdir()]
@@ -206,10 +196,8 @@ def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(fol
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["command", "worker", "both"])
 def test_a_killed_run_leaves_no_weights_on_the_drive(
-    folder: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
+    folder: Path, checkpoint: Checkpoints, tmp_path: Path, victim: str
 ) -> None:
-    from tests.command import probed, started, zinfer_process
-
     probed(tmp_path)
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "nvme"]
     words += ["--nvme-path", str(folder), "-p", "x", "--output-len", "900", "--ignore-eos"]

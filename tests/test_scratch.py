@@ -61,7 +61,7 @@ def killed(script: str, folder: Path) -> Path:
 
 
 def entry(state: Path, path: Path, name: str, **other: str) -> None:
-    """Write an entry that no process holds, of this boot and host or an `other` one."""
+    """Write an entry that no process holds."""
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     here = dict(zip(("boot", "host"), scratch._host(), strict=True))
     (state / f"{name}.scratch").write_text(json.dumps([*(here | other).values(), str(path)]))

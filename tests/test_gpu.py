@@ -1,7 +1,6 @@
 """Code paths that only a GPU has: the tokens equal those of `transformers`, wherever weights and KV cache are.
 
-These tests do not run by default (`pytest -m gpu`); `test_parity`, `test_stream` and `test_kv` check the same on the
-CPU.
+These tests do not run by default (`pytest -m gpu`). `test_parity`, `test_stream` and `test_kv` check them on the CPU.
 """
 
 import re
@@ -65,18 +64,16 @@ ARCHITECTURES = ("bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mi
 TURNS = 4  # copies that come too late show at some time
 
 
-def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Return the logits of one batch under teacher forcing, on the CPU."""
-    token_ids, mask = prompts(lengths)
-    outputs = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
+def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return the logits of one batch under teacher forcing, ``[steps, B, V]`` on the CPU."""
+    outputs = [prefill(engine, *prompts(lengths), reserve=OUTPUT_LEN)]
     outputs += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
-    return [logits.float().cpu() for logits in outputs]
+    return torch.stack(outputs).float().cpu()
 
 
 def check(engine: Engine, directory: Path) -> None:
     for _ in range(TURNS):
         check_tokens(engine, directory)
-    engine.close()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -86,16 +83,8 @@ def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
     architecture: str, attention: str, device_rows: int, checkpoint: Checkpoints
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load(
-        "stream",
-        directory,
-        "cpu",
-        device_rows=device_rows,
-        tokens=9,
-        kv_offload="auto",
-        kv_attention=attention,
-    )
-    check(engine, directory)
+    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": attention}
+    check(load("stream", directory, "cpu", device_rows=device_rows, tokens=9, **options), directory)
 
 
 @pytest.mark.parametrize("way", ["none", "weights", "rows", "cpu", "link"])
@@ -113,7 +102,6 @@ def test_every_kind_of_layer_gives_the_same_tokens(name: str, way: str, kind: ki
     engine = load("stream", kind(name), "none" if way == "none" else "cpu", tmp_path, tokens=at_once, **options)
     for _ in range(TURNS):
         assert torch.equal(greedy(engine, kinds.LENGTHS), kinds.expected(kind(name)))
-    engine.close()
 
 
 def test_a_limit_of_the_gpu_memory_holds() -> None:
@@ -159,12 +147,10 @@ def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
     given = reference(directory)[0]
     alone = load("stream", directory, "cpu", kv_cache_dtype="int8")
     expected = follow(alone, given, lengths)
-    alone.close()
     split = load("stream", directory, "cpu", device_rows=device_rows, kv_cache_dtype="int8", kv_offload="auto")
     for _ in range(TURNS):
         for actual, wanted in zip(follow(split, given, lengths), expected, strict=True):
             assert torch.allclose(actual, wanted, atol=0.02 * float(wanted.abs().max()))
-    split.close()
 
 
 @pytest.mark.parametrize("weight_codec", ["none", "lossless"])
@@ -177,7 +163,6 @@ def test_layers_that_stay_give_the_same_logits(
     given = reference(directory)[0]
     plain = load("stream", directory, "none", dtype="bfloat16", cuda_graphs="off")
     expected = follow(plain, given, lengths)
-    plain.close()
     options: dict[str, Any] = {"dtype": "bfloat16", "weight_codec": weight_codec, "cuda_graphs": "off"}
     either = load("stream", directory, "cpu", **options)
     plan, everything = either.plan, either.effective().host_weight_bytes
@@ -187,10 +172,8 @@ def test_layers_that_stay_give_the_same_logits(
     for engine in (either, alone):
         for unpacked in unpacked_ways(engine):
             for _ in range(TURNS):
-                for actual, wanted in zip(follow(engine, given, lengths), expected, strict=True):
-                    assert torch.equal(actual, wanted)
+                assert torch.equal(follow(engine, given, lengths), expected)
             assert engine.effective().settings["unpacked_layers"] == (0 if weight_codec == "none" else unpacked)
-        engine.close()
 
 
 def unpacked_ways(engine: Any) -> Iterator[int]:
@@ -213,7 +196,6 @@ def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(checkpoint: Che
         with pytest.raises(torch.OutOfMemoryError):
             prefill(engine, many, many, reserve=OUTPUT_LEN)
     assert torch.equal(greedy(engine, lengths), expected)
-    engine.close()
 
 
 def no_room(*_: object) -> None:
@@ -235,70 +217,56 @@ def test_without_a_compiler_coded_weights_are_refused(checkpoint: Checkpoints, m
 def test_rows_of_several_micro_batches_share_a_pass(
     architecture: str, offload: Offload, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    engine = load("stream", checkpoint(architecture), offload, tmp_path, cuda_graphs="off")
-    test_ragged.check(engine, True)
-    engine.close()
+    test_ragged.check(load("stream", checkpoint(architecture), offload, tmp_path, cuda_graphs="off"), True)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_layers_of_other_kinds_share_a_pass_or_not(name: str, kind: kinds.Kinds) -> None:
-    engine = load("stream", kind(name), "cpu")
-    test_ragged.check(engine, None)
-    engine.close()
+    test_ragged.check(load("stream", kind(name), "cpu"), None)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom"])
-@pytest.mark.parametrize("way", ["on the device", "over the link", "by the CPU", "some by the CPU"])
-def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
-    way: str, architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
-    test_continuous.small(monkeypatch)
-    options: dict[str, Any] = {
-        "on the device": {},
-        "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
-        "by the CPU": {"kv_offload": "cpu", "kv_attention": "cpu"},
-        "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
-    }[way]
-    if way == "some by the CPU":
-        keep_here(monkeypatch, 3)
-    engine = load("stream", checkpoint(architecture), "cpu", **options)
-    finished, limits, _ = test_continuous.come_and_go(engine)
-    test_continuous.check(engine, finished, limits)
-    engine.close()
-
-
-WAYS_OF_DRAFTS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "resident": {},
     "on the device": {},
     "over the link": {"kv_offload": "cpu", "kv_attention": "gpu"},
+    "by the CPU": {"kv_offload": "cpu", "kv_attention": "cpu"},
     "some by the CPU": {"kv_offload": "auto", "kv_attention": "cpu"},
 }
+WAYS_OF_DRAFTS = [way for way in WAYS if way != "by the CPU"]
 
 
-def for_drafts(way: str, directory: Path, path: Path, patch: Patch, **options: Any) -> Any:
-    """Load `stream` in one of `WAYS_OF_DRAFTS`."""
+def load_small(way: str, directory: Path, patch: Patch, **options: Any) -> Any:
+    """Load `stream` in one of `WAYS`, for passes of few rows."""
+    test_continuous.small(patch)
     if way == "some by the CPU":
         keep_here(patch, 3)
-    offload: Offload = "none" if way == "resident" else "cpu"
-    return load("stream", directory, offload, path, **WAYS_OF_DRAFTS[way], **options)
+    return load("stream", directory, "none" if way == "resident" else "cpu", **WAYS[way], **options)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "resident"])
+def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
+    way: str, architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    engine = load_small(way, checkpoint(architecture), monkeypatch)
+    finished, limits, _ = test_continuous.come_and_go(engine)
+    test_continuous.check(engine, finished, limits)
 
 
 @pytest.mark.parametrize("wrong", [0, 0.4])
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 @pytest.mark.parametrize("way", WAYS_OF_DRAFTS)
 def test_drafts_leave_the_tokens_as_they_are(
-    way: str, architecture: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    way: str, architecture: str, wrong: float, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Rows advance by different lengths and discard wrong drafts."""
-    test_continuous.small(monkeypatch)
-    engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch)
+    engine = load_small(way, checkpoint(architecture), monkeypatch)
     rows = test_continuous.sequences(14, 3)
     expected = test_drafts.answers(engine, rows)
     running = test_drafts.drafting(engine, monkeypatch, expected, wrong)
     finished = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts.accepted > 10
     running.end()
-    engine.close()
     test_drafts.check(finished, expected)
 
 
@@ -309,9 +277,8 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     way: str, architecture: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """A model that drafts has its own CUDA stream and graphs."""
-    test_continuous.small(monkeypatch)
     small_one = test_draft_model.like(checkpoint(architecture), tmp_path / "small", noise)
-    engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch, draft=str(small_one))
+    engine = load_small(way, checkpoint(architecture), monkeypatch, draft=str(small_one))
     rows = test_continuous.sequences(14, 3)
     expected = test_drafts.answers(engine, rows)
     running = test_draft_model.drafting(engine, monkeypatch)
@@ -321,7 +288,6 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     assert isinstance(drafter, draft_model.ModelDrafter)
     assert drafter._stream not in (None, torch.cuda.default_stream())
     running.end()
-    engine.close()
     test_drafts.check(finished, expected)
     assert drafted > 20
     assert accepted > 0.9 * drafted if noise == 0 else 0 < accepted < drafted
@@ -342,7 +308,6 @@ def test_kernels_take_the_place_of_the_models_own(kind: kinds.Kinds) -> None:
     settings = engine.effective().settings
     assert (settings["cuda_graphs"], settings["graph_kernels"]) == ("on", "on")
     assert all(kernels.places for kernels in engine._graphs._replaced)
-    engine.close()
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -356,19 +321,13 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
     # Falcon waits for its mask.
     waits = architecture in ("mixtral", "falcon-old")
     assert state == "on" or (waits and state.startswith("a decode step cannot be recorded")), state
-    engine.close()
 
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
 @pytest.mark.parametrize(("offload", "share"), [("none", None), ("cpu", "100%"), ("cpu", "34%")])
 def test_cuda_graphs_give_the_same_logits(
-    offload: Offload,
-    share: str | None,
-    architecture: str,
-    checkpoint: Checkpoints,
-    tmp_path: Path,
-    monkeypatch: Patch,
+    offload: Offload, share: str | None, architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Experts' dispatch is recorded, as is the unpacking of resident coded layers."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
@@ -384,7 +343,6 @@ def test_cuda_graphs_give_the_same_logits(
         for _ in unpacked_ways(engine) if share is not None else (0,):
             runs += [follow(engine, given, lengths) for _ in range(TURNS)]
             assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]
-        engine.close()
     for run in runs[1:]:
         for actual, expected in zip(run, runs[0], strict=True):
             assert graphs.alike(actual.bfloat16(), expected.bfloat16())
@@ -397,7 +355,6 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(checkpoint: Checkpoints, 
     finished, limits, _ = test_continuous.come_and_go(engine)
     assert engine.effective().settings["cuda_graphs"] == "on"
     test_continuous.check(engine, finished, limits)
-    engine.close()
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -409,26 +366,20 @@ def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Ch
         runs.append(test_graphs.verified(engine, keep_all))
         assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
         assert engine._graphs.takes_several, "none failed"  # type: ignore[attr-defined]
-        engine.close()
     assert all(graphs.alike(actual, expected) for actual, expected in zip(*runs, strict=True))
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """The device, its memory and its random numbers are as before; so are tokens."""
-    engine: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
-    engine.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    check_tokens(engine, checkpoint("llama"))
-    assert str(engine.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
-    torch.cuda.empty_cache()
-    assert bool(torch.rand(9, device="cuda").isfinite().all())
-    monkeypatch.setattr(graphs.CudaRecorder, "_rehearse", lambda _self, run: run())  # recorded all the same: it fails
-    other: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
-    other.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
-    check_tokens(other, checkpoint("llama"))
-    assert str(other.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
-    torch.cuda.empty_cache()
-    for running in (engine, other):
-        running.close()
+    for rehearsed in (True, False):
+        if not rehearsed:  # recorded all the same: it fails
+            monkeypatch.setattr(graphs.CudaRecorder, "_rehearse", lambda _self, run: run())
+        engine: Any = load("stream", checkpoint("llama"), "none", cuda_graphs="auto")
+        engine.model.register_forward_hook(lambda _module, _args, output: float(output.logits.sum()) and None)
+        check_tokens(engine, checkpoint("llama"))
+        assert str(engine.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
+        torch.cuda.empty_cache()
+        assert bool(torch.rand(9, device="cuda").isfinite().all())
 
 
 @pytest.mark.parametrize("name", test_quantized.FORMATS)
@@ -465,7 +416,6 @@ def test_codes_in_fp8_are_coded_as_on_the_cpu() -> None:
 
 @pytest.fixture
 def humming() -> None:
-    """Skip a test where humming-kernels is missing."""
     if (why_not := low_bit.cannot_run(torch.device("cuda"))) is not None:
         pytest.skip(why_not)
 
@@ -511,11 +461,10 @@ def test_layers_that_stay_packed_give_the_same_logits(name: str, share: str, tmp
         engine = test_low_bit.start(directory, tmp_path, share, kernel=option == "auto", **settings)
         for lengths in ((9, 5, 7), (6,), (9, 5, 7)):
             given.setdefault(len(lengths), greedy(engine, lengths))
-            outputs.append(torch.stack(follow(engine, given[len(lengths)], lengths)))
+            outputs.append(follow(engine, given[len(lengths)], lengths))
         assert test_low_bit.status_of(engine) == {"off": "no packed weights", "auto": "on"}[option]
         if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
             assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
-        engine.close()
     for actual, other in zip(outputs[3:], outputs[:3], strict=True):
         assert error(actual, other) < 0.05
 
@@ -523,21 +472,8 @@ def test_layers_that_stay_packed_give_the_same_logits(name: str, share: str, tmp
 @pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_path: Path) -> None:
     directory = test_quantized.FORMATS[name](tmp_path / "m")
-    outputs = []
-    for weight_codec in ("none", "lossless"):
-        engine = load("stream", directory, "cpu", dtype="bfloat16", weight_codec=weight_codec)
-        outputs.append(greedy(engine, (5, 9, 3)))
-        engine.close()
-    assert torch.equal(*outputs)
-
-
-def take_turns(engine: Any, given: list[Tensor]) -> None:
-    """Run the batches in turn with nothing else in the buffers. Their tokens are those `given`."""
-    test_experts.poisoned(engine)
-    for _ in range(TURNS):
-        for lengths, expected in zip(BATCHES, given, strict=True):
-            assert torch.equal(greedy(engine, lengths), expected)
-    test_ragged.check(engine, None)
+    ways = (load("stream", directory, "cpu", dtype="bfloat16", weight_codec=way) for way in ("none", "lossless"))
+    assert torch.equal(*(greedy(engine, (5, 9, 3)) for engine in ways))
 
 
 @pytest.mark.parametrize("share", [None, "60%", "100%"])
@@ -546,12 +482,11 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     name: str, share: str | None, mixture: kinds.Kinds, monkeypatch: Patch
 ) -> None:
     """Passes that bring all experts alternate with passes that bring some. Nothing else in the slot is read."""
-    given = reference(mixture(name))
     engine = test_experts.load(mixture(name), share=share)
-    take_turns(engine, given)
-    settings = engine.effective().settings
-    assert settings["experts"] == "on-demand"
-    engine.close()
+    test_experts.poisoned(engine)
+    check(engine, mixture(name))
+    test_ragged.check(engine, None)
+    assert engine.effective().settings["experts"] == "on-demand"
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -564,7 +499,6 @@ def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state
         engine = test_experts.load(directory, experts, share, **options)
         runs += [[greedy(engine, lengths) for lengths in BATCHES] for _ in range(TURNS)]
         settings = engine.effective().settings
-        engine.close()
     assert (settings["cpu_experts"], settings["cuda_graphs"]) == ("on", state)
     assert settings["experts_fetched_per_step"] == 0
     for run in runs:
@@ -591,7 +525,6 @@ def test_experts_of_layers_that_stay_are_computed_beside_the_cpu(name: str, tmp_
         if count and name != "qwen3_moe":
             assert (settings["packed_kernel"], settings["experts_kernel"]) == ("on", "on")
         assert engine.effective().gpu_weight_bytes == pytest.approx(planned, rel=0.05)
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["mixtral int4", "qwen3_moe"])
@@ -600,13 +533,11 @@ def test_experts_on_the_cpu_serve_rows_of_two_streams(name: str, tmp_path: Path)
     directory, options = test_cpu_experts.quantised(name, tmp_path / "m")
     expected = test_experts.load(directory, **options)
     wanted = [greedy(expected, lengths) for lengths in BATCHES]
-    expected.close()
     options |= {"kv_offload": "auto", "kv_attention": "cpu", "cuda_graphs": "off"}
     engine = load("stream", directory, "cpu", device_rows=1, dtype="float32", experts="cpu", **options)
     for _ in range(TURNS):
         assert all(map(torch.equal, [greedy(engine, lengths) for lengths in BATCHES], wanted))
     assert engine.effective().settings["cpu_experts"] == "on"
-    engine.close()
 
 
 @pytest.mark.parametrize("name", test_cpu_experts.NAMES)
@@ -629,7 +560,6 @@ def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Ki
         if option == "auto":
             assert {kind[-1][0] for kind in engine._few_experts._checked} >= {1}
             assert not re.search("cannot be recorded|differ", str(settings["cuda_graphs"]))
-        engine.close()
     for run in runs:
         assert all(map(torch.equal, run, runs[0]))
 
@@ -659,27 +589,17 @@ def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
 def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
     source: str, share: str | None, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    if source == "bf16":
-        directory = save_config(tmp_path / "m", "mixtral", **SHAPES)
+    if source == "bf16":  # an expert's matrices are large enough to be encoded
+        sizes = {"num_hidden_layers": 3, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 2048}
+        directory = save_config(tmp_path / "m", "mixtral", num_local_experts=4, **sizes)
     else:
         directory = test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
-    given, lengths, expected = torch.arange(5, 5 + OUTPUT_LEN).expand(2, -1), (5, 9), list[Tensor]()
+    given, outputs = torch.arange(5, 5 + OUTPUT_LEN).expand(2, -1), list[Tensor]()
     for experts in ("all", "on-demand"):
         settings = {"dtype": "bfloat16", "weight_codec": "lossless", "cuda_graphs": "off"}  # graphs round elsewhere
         engine = test_experts.load(directory, experts, share, **settings)
-        for _ in range(TURNS):
-            logits = follow(engine, given, lengths)
-            expected = expected or logits
-            for actual, wanted in zip(logits, expected, strict=True):
-                assert torch.equal(actual, wanted)
-        engine.close()
-
-
-# An expert's matrices are large enough to be encoded.
-SHAPES: dict[str, Any] = {
-    "num_hidden_layers": 3, "num_local_experts": 4, "hidden_size": 512, "intermediate_size": 2048,
-    "num_key_value_heads": 2,
-}  # fmt: skip
+        outputs += [follow(engine, given, (5, 9)) for _ in range(TURNS)]
+    assert all(torch.equal(actual, outputs[0]) for actual in outputs)
 
 
 def test_deepspeed_reads_page_locked_memory_of_the_arena(checkpoint: Checkpoints) -> None:
@@ -720,8 +640,6 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
     team = load("stream", folder, "cpu", **options, gpus=2)
     for _ in range(TURNS):
         test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
-    team.close()
-    single.close()
 
 
 @two_gpus
@@ -731,18 +649,14 @@ def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, monkeyp
     single = load("stream", checkpoint("llama"), "cpu")
     finished, limits, _ = test_continuous.come_and_go(team)
     test_continuous.check(single, finished, limits)
-    team.close()
-    single.close()
 
 
 @two_gpus
 def test_the_gather_of_two_gpus_has_a_queue_of_its_own(checkpoint: Checkpoints) -> None:
     engine = load("stream", checkpoint("llama", 512), "cpu", gpus=2)
-    token_ids, mask = prompts(BATCHES[0])
-    tokens = prefill(engine, token_ids, mask, reserve=OUTPUT_LEN).argmax(-1)
+    tokens = prefill(engine, *prompts(BATCHES[0]), reserve=OUTPUT_LEN).argmax(-1)
     spans = engine.timeline([Work(engine.batches[-1], tokens[:, None])])
     assert {"copy", "gather", "unpack", "compute"} == {span.lane for span in spans}
-    engine.close()
 
 
 @two_gpus

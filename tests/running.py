@@ -1,6 +1,6 @@
 """Run one micro-batch at a time, and a minimal engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ def snapshot(engine: Engine, first: int, last: int) -> KVSnapshot:
 def error(actual: Tensor, expected: Tensor) -> float:
     """The difference relative to the norm of `expected`."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """Tell whether tensors are equal one by one."""
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 class StepEngine(Engine):

@@ -168,7 +168,6 @@ def test_8_bits_are_what_the_record_says(name: str, kind: Kinds, monkeypatch: Pa
         assert max(errors) > 0
         assert sum(errors) / len(errors) < 0.1
         assert engine.effective().settings["kv_cache_dtype"] == "int8"
-        engine.close()
 
 
 def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds) -> None:
@@ -188,8 +187,6 @@ def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds) -> 
     assert sum(part.nbytes for layer in layers for part in layer.memories) == room
     assert {layer.keys.shape[2] for layer in layers} == {7}
     assert "the last 8 positions only" in str(on_device.cannot_snapshot())
-    for engine in (over_link, by_cpu, on_device):
-        engine.close()
 
 
 def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
@@ -231,7 +228,6 @@ def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path
         assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
     with pytest.raises(EngineError, match="knows no padding"):
         prefill(engine, *prompts(LENGTHS), reserve=4)
-    engine.close()
     with pytest.raises(EngineError, match=r"of its own kind.* kv_cache_dtype=int8"):
         load("stream", directory, "cpu", kv_cache_dtype="int8")
 

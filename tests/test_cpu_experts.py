@@ -355,7 +355,6 @@ def test_engines_give_the_logits_of_experts_on_the_device(name: str, tmp_path: P
         settings = loaded.effective().settings
         loaded.clear()
         texts.append(greedy(loaded, BATCHES[0]))
-        loaded.close()
     assert settings["cpu_experts"] == "on"
     assert settings["experts_fetched_per_step"] == 0
     assert settings["experts_on_cpu_per_step"] > 0

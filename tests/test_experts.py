@@ -149,8 +149,6 @@ def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds)
     assert few.planner.at(few.plan.case.with_batch(1).workload).streamed_bytes == pytest.approx(
         dense + 4 * 2 * spec.expert_bytes, abs=4
     )
-    whole.close()
-    few.close()
 
 
 def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: None) -> None:
@@ -218,7 +216,6 @@ def test_coded_experts_give_the_logits_of_whole_layers(
         if loaded._pool is not None and loaded._ring is not None:
             assert loaded._ring.depth >= 2 * max(len(packed.chunks) for packed in loaded._ring.layers)
         wire.append(loaded.effective().wire_bytes_per_step or 0)
-        loaded.close()
     assert all(torch.equal(*step) for step in zip(*logits, strict=True))
     assert wire[1] < wire[0]
 
@@ -283,7 +280,6 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
         monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
         loaded = load(mixture("mixtral"), "auto")
         assert loaded.effective().settings["experts"] == loaded.plan.placement.experts == "all"
-        loaded.close()
     loaded = load(mixture("mixtral"), "auto")
     assert loaded.effective().settings["experts"] == "on-demand"
 

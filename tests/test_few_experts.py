@@ -234,6 +234,5 @@ def main(path: Path) -> None:
         loaded = load(directory, share="40%", experts_kernel=option)
         logits.append(steps(loaded, 2, 1))
         statuses[option] = loaded.effective().settings["experts_kernel"]
-        loaded.close()
     results["engine"] = counted.call_count, statuses, *logits
     torch.save(results, path)

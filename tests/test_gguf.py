@@ -130,7 +130,6 @@ def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) ->
     engine = load_engine("stream", file, "cpu", tmp_path, weight_codec="lossless")
     assert torch.equal(greedy(engine, LENGTHS), expected_text(model))
     spec, effective = engine.plan.model, engine.effective()
-    engine.close()
     if kind.name in reader.BLOCKS:
         assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.05)
 
@@ -153,7 +152,6 @@ def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str,
         on_cpu = float(str(settings.get("experts_on_cpu_per_step", 0)))
         assert (on_cpu > 0) == (experts == "cpu")
         assert settings.get("cpu_experts", "on") == "on"
-        engine.close()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt-oss", "mixtral")])
@@ -350,7 +348,6 @@ def test_random_files_of_exact_shapes_are_read(kind: str, tmp_path: Path) -> Non
     engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     assert greedy(engine, LENGTHS).shape == (3, 12)
     wire = engine.effective().wire_bytes_per_step or 0
-    engine.close()
     dense = 0.1 if kind == "MXFP4" else 0  # all but experts
     assert bits / 16 <= wire / spec.streamed_bytes < bits / 16 + 0.03 + 2 * dense
     weights = entries(tmp_path / "m.gguf")["model.layers.0.mlp.experts.gate_up_proj"]
@@ -377,7 +374,6 @@ def test_routers_of_random_files_choose_by_token(tmp_path: Path, monkeypatch: py
     random_gguf.write(resolve(str(tmp_path / "config.json")), tmp_path / "m.gguf", Kind.MXFP4)
     engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, "float32", experts="all")
     greedy(engine, (1,) * 8, 1)
-    engine.close()
     assert len(chosen) >= config["num_hidden_layers"]
     assert min(chosen) >= 9
 

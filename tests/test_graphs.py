@@ -132,7 +132,6 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
         engine.plan = plan
         engine.clear()
         assert torch.equal(greedy(engine, BATCHES[0]), tokens), "layers that stream again are not those of the graphs"
-        engine.close()
     assert torch.equal(*runs)
     assert recorder.recorded
 
@@ -219,7 +218,6 @@ def test_steps_of_several_tokens_are_recorded(
         engine.clear()
         on = "on" if offload == "none" else BY_LAYER
         assert status(engine) == ("off" if option == "off" else on)
-        engine.close()
     assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
     assert recorder.replayed >= (8 if several else 2)
     if offload == "none":
@@ -241,7 +239,6 @@ def test_tokens_of_drafts_are_those_of_decoding_one_by_one(
     running.schedule.step = 64
     finished = test_continuous.run(running, [rows[:3], rows[3:]])
     running.end()
-    engine.close()
     test_drafts.check(finished, expected)
     assert sum(times for kept, times in (recorder.kept - before).items() if kept > 1) >= fewest
 

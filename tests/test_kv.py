@@ -108,7 +108,6 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkp
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
         assert engine.effective().settings["kv_host_rows"] == len(lengths)
-    engine.close()
     with pytest.raises(OptionError, match=r"kv_attention=gpu .* needs offload cpu"):
         load("stream", directory, "none", kv_offload="cpu", kv_attention="gpu")
 

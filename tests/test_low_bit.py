@@ -303,7 +303,6 @@ def run(engine: Any) -> Tensor:
     """Return the tokens of a batch, twice, and close the engine."""
     tokens = [greedy(engine, LENGTHS) for _ in range(2)]
     assert torch.equal(*tokens)
-    engine.close()
     return tokens[0]
 
 
@@ -383,7 +382,6 @@ def test_every_matrix_of_bloom_is_read_from_its_codes(checkpoint: Callable[..., 
         with nullcontext() if option == "auto" else unread():
             engine: Any = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
         tokens.append(greedy(engine, LENGTHS))
-        engine.close()
     assert torch.equal(*tokens)
     assert kernel.calls == (OUTPUT_LEN + 1) * 4 * spec.num_layers, "each prepared once, then in each pass"
 
@@ -490,7 +488,6 @@ def test_rows_with_their_cache_in_host_memory(
         tokens.append(greedy(engine, LENGTHS))
         assert not engine._ring.streamed
         assert engine._kv.rows == 2
-        engine.close()
     assert torch.equal(*tokens)
     assert kernel.calls > 0
 
@@ -510,7 +507,6 @@ def test_drafts_leave_the_tokens_as_they_are(
     assert 0 < alone < kernel.calls
     assert status_of(engine) == "on"
     running.end()
-    engine.close()
     test_drafts.check(tokens, answers)
 
 
@@ -607,5 +603,4 @@ def main(path: Path) -> None:
             settings = engine.effective().settings
             names = "packed_kernel", "experts_kernel", "gpu_expert_layers"
             statuses.append([settings.get(name) for name in names])
-            engine.close()
     torch.save((blocks, double.calls, statuses, *chosen), path)

@@ -167,7 +167,6 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
     engine = load("stream", folder, "cpu", dtype="bfloat16")
     token_ids, mask = prompts(LENGTHS)
     actual = prefill(engine, token_ids, mask, reserve=1)
-    engine.close()
     assert torch.equal(actual, logits(whole))
     before = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)).float()
     error = (actual.float() - before).norm() / before.norm()

@@ -108,7 +108,6 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
     for folder in (directory, plain):
         engine = load_engine(name, folder, offload, tmp_path, dtype="bfloat16")
         texts.append(greedy(engine, (5, 9, 3)))
-        engine.close()
     assert torch.equal(*texts)
 
 
@@ -276,7 +275,6 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(
         engine = load_engine("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
         results.append(greedy(engine, (5, 9, 3)))
         effective = engine.effective()
-        engine.close()
     assert torch.equal(*results)
     spec = from_directory(directory)
     assert spec.stored_ratio < 0.62

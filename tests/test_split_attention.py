@@ -224,6 +224,5 @@ def main(path: Path) -> None:
             logits.append([first, *(decode(engine, torch.tensor([3, 4])) for _ in range(5))])
             if way == "auto":
                 replaced = [type(kernels).__name__ for kernels in engine._graphs._replaced if kernels.places]
-            engine.close()
         results[name] = counted.call_count, recorder.recorded, replaced, *logits
     torch.save(results, path)

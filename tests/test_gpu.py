@@ -458,7 +458,7 @@ def test_layers_that_stay_packed_give_the_same_logits(name: str, share: str, tmp
     directory, outputs, given = test_quantized.FORMATS[name](tmp_path / "m"), list[Tensor](), dict[int, Tensor]()
     for option in ("off", "auto"):
         settings = {"cuda_graphs": "auto", "dtype": "bfloat16", "experts": "all"}
-        engine = test_low_bit.start(directory, tmp_path, share, kernel=option == "auto", **settings)
+        engine = test_low_bit.start(directory, share, kernel=option == "auto", **settings)
         for lengths in ((9, 5, 7), (6,), (9, 5, 7)):
             given.setdefault(len(lengths), greedy(engine, lengths))
             outputs.append(follow(engine, given[len(lengths)], lengths))

@@ -5,8 +5,7 @@ the kernels themselves.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,11 +24,9 @@ from tests.test_codec import compile_for_h100
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
-from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
+from tests.test_parity import OUTPUT_LEN, greedy, load
 from tests.test_quantized import made as made  # the fixture
 from zinfer.checkpoint.resolve import resolve
-from zinfer.core.case import Case, Workload
-from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.quantization.dequantize import FP4, Codes, block_codes, expand
 from zinfer.engine.stream.layer_graphs import BY_LAYER
@@ -194,7 +191,6 @@ def test_codes_that_the_kernels_cannot_read_have_no_form(
     name: str, changes: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     assert form_of([replace(codes_of(name), **changes)], shape, dtype) is None
-    assert form_of([codes_of(name)], CASES[name][0], type_of(name)) is not None
 
 
 @dataclass
@@ -265,26 +261,23 @@ def replaced(patch: Patch) -> Kernel:
     return double
 
 
-@contextmanager
-def unread() -> Iterator[None]:
-    """Make engines loaded within unpack every layer. No kernel reads their codes."""
+def load_or_unpack(reads: bool, *place: Any, **options: Any) -> Any:
+    """Load an engine. Without `reads` no kernel reads its codes: it unpacks every layer."""
     with Patch.context() as patch:
-        patch.setattr("zinfer.engine.stream.engine.PackedProducts", lambda *_: None)
-        yield
+        if not reads:
+            patch.setattr("zinfer.engine.stream.engine.PackedProducts", lambda *_: None)
+        return load("stream", *place, weight_codec="lossless", **options)
 
 
-def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -> Any:
+def start(directory: Path, share: str = "100%", kernel: bool = True, **options: Any) -> Any:
     """Load an engine with `share` of its weights quantised on the device. It reads their codes if `kernel`.
 
     Its layer buffer holds NaN before a layer is unpacked.
     """
-    device_rows, reads = options.pop("device_rows", None), options.pop("kernel", True)
-    options = {"dtype": "float32", "weight_codec": "lossless"} | options
-    with nullcontext() if reads else unread():
-        engine: Any = load("stream", directory, "cpu", scratch, device_rows=device_rows, **options)
+    engine = load_or_unpack(kernel, directory, **options)
     plan = engine.plan
     case = plan.case.model_copy(update={"gpu_weights": share})
-    engine.plan = make_plan(case, plan.model, plan.machine) if device_rows is None else plan
+    engine.plan = plan if "device_rows" in options else make_plan(case, plan.model, plan.machine)
     put = engine._ring._unpack
 
     def unpacked(index: int) -> None:
@@ -300,22 +293,29 @@ def status_of(engine: Engine) -> object:
 
 
 def run(engine: Any) -> Tensor:
-    """Return the tokens of a batch, twice, and close the engine."""
+    """Return the tokens of a batch, twice the same."""
     tokens = [greedy(engine, LENGTHS) for _ in range(2)]
     assert torch.equal(*tokens)
     return tokens[0]
+
+
+@pytest.fixture
+def int4(made: Callable[[str], Path], kernel: Kernel) -> tuple[Any, Tensor]:
+    """Load an engine that reads codes, and return the tokens of unpacked weights with it."""
+    expected = run(start(made("int4 groups"), kernel=False))
+    return start(made("int4 groups")), expected
 
 
 @pytest.mark.parametrize(
     ("name", "share"), covering(["int4 groups", "fp8 of experts", "gptq in order", "int8 channels"], ["60%", "100%"])
 )
 def test_layers_that_stay_give_the_same_tokens(
-    name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+    name: str, share: str, made: Callable[[str], Path], kernel: Kernel, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4000)  # a matrix is several chunks
-    expected = run(start(made(name), tmp_path, share, kernel=False))
+    expected = run(start(made(name), share, kernel=False))
     assert kernel.calls == 0
-    engine = start(made(name), tmp_path, share)
+    engine = start(made(name), share)
     first, served = greedy(engine, LENGTHS), name.startswith("int")  # not scales of blocks, nor columns in an order
     assert status_of(engine) == ("on" if served else "no weights that it reads")
     assert bool(engine._ring.streamed) == (share == "60%")
@@ -324,13 +324,11 @@ def test_layers_that_stay_give_the_same_tokens(
     assert (kernel.calls > 0) == served
 
 
-def test_layers_that_come_and_go_give_the_same_tokens(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
-) -> None:
-    """Layers that stream again have their codes back; those that stay are prepared anew."""
-    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
-    engine = start(made("int4 groups"), tmp_path)
-    plan, made_of = engine.plan, engine._products._matrices
+def test_layers_that_come_and_go_give_the_same_tokens(int4: tuple[Any, Tensor]) -> None:
+    """Layers that stream again have their codes back; those that stay are prepared anew. No plan keeps layers unpacked
+    that are read from their codes: the bytes that the kernels have in their form would be missing."""
+    engine, expected = int4
+    plan = engine.plan
     for share, kept in (("100%", 3), ("60%", 2), ("100%", 3), ("0%", 0)):
         engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
         assert torch.equal(greedy(engine, LENGTHS), expected)
@@ -339,27 +337,20 @@ def test_layers_that_come_and_go_give_the_same_tokens(
         assert engine._products.nbytes == sum(len(matrices) for matrices in made_of.values())
         held = [engine._ring._resident[index].nbytes for index in made_of]
         assert all(size < engine._ring.layers[0].size / 2 for size in held), "codes are held once"
-
-
-def test_layers_read_from_their_codes_are_not_kept_unpacked(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
-) -> None:
-    """No plan asks for it: the bytes that the kernels have in their form would be missing."""
-    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
-    engine = start(made("int4 groups"), tmp_path)
+    engine.plan = plan
     assert torch.equal(greedy(engine, LENGTHS), expected)
-    engine.apply_placement(engine.plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
-    assert torch.equal(run(engine), expected)
+    engine.apply_placement(plan.placement.model_copy(update={"unpacked_layers": (0, 1)}))
+    assert torch.equal(greedy(engine, LENGTHS), expected)
     assert not engine._ring.unpacked
 
 
 def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+    made: Callable[[str], Path], kernel: Kernel, monkeypatch: Patch
 ) -> None:
     for name in ("MIN_NUMEL", "BLOCK"):
         monkeypatch.setattr(f"zinfer.engine.stream.weights.codec.{name}", 1 << 6)
-    expected = run(start(made("mxfp4 of experts"), tmp_path, kernel=False, dtype="bfloat16"))
-    engine = start(made("mxfp4 of experts"), tmp_path, dtype="bfloat16")
+    expected = run(start(made("mxfp4 of experts"), kernel=False, dtype="bfloat16"))
+    engine = start(made("mxfp4 of experts"), dtype="bfloat16")
     assert torch.equal(greedy(engine, LENGTHS), expected)
     layer, held = engine._ring.layers[0], engine._ring._resident[0]
     assert {type(chunk.layout) for chunk in layer.chunks} == {CodesLayout, type(None)}
@@ -372,26 +363,15 @@ def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
 
 def test_every_matrix_of_bloom_is_read_from_its_codes(checkpoint: Callable[..., Path], kernel: Kernel) -> None:
     """Weights that are rounded while they load, with biases; prompts and steps."""
-    spec, tokens = resolve(str(checkpoint("bloom")), "bfloat16", weights="int4"), list[Tensor]()
-    for option in ("off", "auto"):
-        case = Case(
-            model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format="safetensors",
-            workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights="int4", gpu_weights="100%",
-            options=(("weight_codec", "lossless"),),
-        )  # fmt: skip
-        with nullcontext() if option == "auto" else unread():
-            engine: Any = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
-        tokens.append(greedy(engine, LENGTHS))
-    assert torch.equal(*tokens)
+    spec = resolve(str(checkpoint("bloom")), "bfloat16", weights="int4")
+    engines = [load_or_unpack(reads, spec, gpu_weights="100%") for reads in (False, True)]
+    assert torch.equal(*(greedy(engine, LENGTHS) for engine in engines))
     assert kernel.calls == (OUTPUT_LEN + 1) * 4 * spec.num_layers, "each prepared once, then in each pass"
 
 
-def test_weights_that_are_read_without_a_product_are_unpacked(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
-) -> None:
+def test_weights_that_are_read_without_a_product_are_unpacked(int4: tuple[Any, Tensor], kernel: Kernel) -> None:
     """Modules with another forward pass, later reads of the weight, or hooks."""
-    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
-    engine = start(made("int4 groups"), tmp_path)
+    engine, expected = int4
     for layer in engine._layers:
         assert isinstance(layer.mlp.up_proj.weight, LazyWeight)
         query, out, up = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj
@@ -411,45 +391,41 @@ def test_weights_that_are_read_without_a_product_are_unpacked(
     ],
 )
 def test_a_kernel_that_fails_is_given_up(
-    fault: Exception | None, factor: float, reason: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
+    fault: Exception | None, factor: float, reason: str, int4: tuple[Any, Tensor], kernel: Kernel
 ) -> None:
     kernel.fault, kernel.factor = fault, factor
-    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
-    engine = start(made("int4 groups"), tmp_path)
+    engine, expected = int4
     assert torch.equal(greedy(engine, LENGTHS), expected)
     assert status_of(engine) == reason
     assert torch.equal(run(engine), expected)
     assert kernel.calls == 1
 
 
-def test_a_lack_of_memory_is_the_callers(made: Callable[[str], Path], tmp_path: Path, kernel: Kernel) -> None:
-    engine = start(made("int4 groups"), tmp_path)
+def test_a_lack_of_memory_is_the_callers(made: Callable[[str], Path], kernel: Kernel) -> None:
+    engine = start(made("int4 groups"))
     kernel.fault = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         greedy(engine, LENGTHS)
     kernel.fault = None
     engine.clear()
     assert run(engine).shape
-    assert status_of(start(made("int4 groups"), tmp_path, "0%")) is None
+    assert status_of(start(made("int4 groups"), "0%")) is None
 
 
-def test_recorded_steps_compute_from_codes(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun
-) -> None:
-    expected = run(start(made("int4 groups"), tmp_path, kernel=False, cuda_graphs="off"))
-    engine = start(made("int4 groups"), tmp_path)
-    tokens = greedy(engine, LENGTHS)
+def test_recorded_steps_compute_from_codes(made: Callable[[str], Path], kernel: Kernel, recorder: Rerun) -> None:
+    expected = run(start(made("int4 groups"), kernel=False, cuda_graphs="off"))
+    engine = start(made("int4 groups"))
+    assert torch.equal(greedy(engine, LENGTHS), expected)
     assert status(engine) == "on"
     assert recorder.replayed > 0
-    assert torch.equal(tokens, expected)
 
 
 def test_a_recorded_layer_unpacks_what_its_call_unpacks(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun, monkeypatch: Patch
+    made: Callable[[str], Path], kernel: Kernel, recorder: Rerun, monkeypatch: Patch
 ) -> None:
     """Graphs of layers unpack the weights whose values are read."""
-    expected = run(start(made("int4 groups"), tmp_path, "60%", kernel=False, cuda_graphs="off"))
-    engine = start(made("int4 groups"), tmp_path, "60%")
+    expected = run(start(made("int4 groups"), "60%", kernel=False, cuda_graphs="off"))
+    engine = start(made("int4 groups"), "60%")
     for layer in engine._layers:
         out = layer.self_attn.o_proj
         out.forward = lambda states, module=out: functional.linear(states, module.weight[:])
@@ -469,20 +445,15 @@ def test_a_recorded_layer_unpacks_what_its_call_unpacks(
     monkeypatch.setattr(recorder, "record", recording)
     assert torch.equal(greedy(engine, LENGTHS), expected)
     assert status(engine) == BY_LAYER
-    streamed = set(engine._ring.streamed)
-    assert recorded == [index not in streamed for index in range(len(engine._layers))] * (
-        len(recorded) // len(engine._layers)
-    )
+    count = len(engine._layers)
+    assert recorded == [index not in engine._ring.streamed for index in range(count)] * (len(recorded) // count)
 
 
-def test_rows_with_their_cache_in_host_memory(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, queued: None
-) -> None:
+def test_rows_with_their_cache_in_host_memory(made: Callable[[str], Path], kernel: Kernel, queued: None) -> None:
     """Two calls of a layer in a pass."""
-    options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "device_rows": 1}
     tokens = list[Tensor]()
-    for option in ("off", "auto"):
-        engine = start(made("int4 groups"), tmp_path, kernel=option == "auto", **options)
+    for reads in (False, True):
+        engine = start(made("int4 groups"), kernel=reads, kv_offload="auto", kv_attention="cpu", device_rows=1)
         every = {"resident_layers": tuple(range(len(engine._layers)))}
         engine.given = engine.plan.placement.model_copy(update=every)
         tokens.append(greedy(engine, LENGTHS))
@@ -492,12 +463,10 @@ def test_rows_with_their_cache_in_host_memory(
     assert kernel.calls > 0
 
 
-def test_drafts_leave_the_tokens_as_they_are(
-    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
-) -> None:
+def test_drafts_leave_the_tokens_as_they_are(made: Callable[[str], Path], kernel: Kernel, monkeypatch: Patch) -> None:
     """Passes of several tokens a row, of rows that come and go."""
     test_continuous.small(monkeypatch)
-    engine = start(made("int4 groups"), tmp_path)
+    engine = start(made("int4 groups"))
     rows = test_continuous.sequences(9, 3)
     answers = test_drafts.answers(engine, rows)
     alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, answers, 0.4)
@@ -510,8 +479,8 @@ def test_drafts_leave_the_tokens_as_they_are(
     test_drafts.check(tokens, answers)
 
 
-def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_path: Path) -> None:
-    engine = start(made("int4 groups"), tmp_path)
+def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path]) -> None:
+    engine = start(made("int4 groups"))
     assert not any(isinstance(parameter, LazyWeight) for parameter in engine.model.parameters())
     greedy(engine, LENGTHS)
     assert status_of(engine) == "no GPU"
@@ -598,7 +567,7 @@ def main(path: Path) -> None:
     with Patch.context() as patch:
         double = replaced(patch)
         for option, share, way in (("auto", "100%", "all"), ("off", "100%", "all"), ("auto", "70%", "cpu")):
-            engine = start(directory, path.parent, share, kernel=option == "auto", experts=way)
+            engine = start(directory, share, kernel=option == "auto", experts=way)
             chosen.append(greedy(engine, (5, 3), 3))
             settings = engine.effective().settings
             names = "packed_kernel", "experts_kernel", "gpu_expert_layers"

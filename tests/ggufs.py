@@ -4,6 +4,7 @@ Names come from the maps of the package gguf, changes of order from llama.cpp's 
 transformers' reader. Types without a quantiser in the package get random blocks.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,13 +116,19 @@ def stored(values: np.ndarray, kind: Any, dice: np.random.Generator) -> np.ndarr
     """Return the bytes of a tensor in a type."""
     if kind not in BLOCKS:
         return np.asarray(gguf.quants.quantize(values, kind))
-    size, width = gguf.GGML_QUANT_SIZES[kind]
-    blocks = dice.integers(0, 256, (values.size // size, width), dtype=np.uint8)
-    factors = dice.uniform(0.5, 1.5, (len(blocks), 2)) * [2e-4, 2e-3]
     at = BLOCKS[kind]
-    count = 2 if at == 0 else 1
-    blocks[:, at : at + 2 * count] = factors[:, :count].astype(np.float16).view(np.uint8)
-    return blocks.reshape(*values.shape[:-1], -1)
+    return random_blocks(values.shape, kind, at, [2e-4] if at else [2e-4, 2e-3], dice)
+
+
+def random_blocks(
+    shape: tuple[int, ...], kind: Any, at: int, factors: list[float], dice: np.random.Generator
+) -> np.ndarray:
+    """Return random bytes of blocks. From byte `at` on they have factors with these means."""
+    size, width = gguf.GGML_QUANT_SIZES[kind]
+    blocks = dice.integers(0, 256, (math.prod(shape) // size, width), dtype=np.uint8)
+    drawn = dice.uniform(0.5, 1.5, (len(blocks), len(factors))) * factors
+    blocks[:, at : at + 2 * len(factors)] = drawn.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write(

@@ -16,19 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import test_cache_kinds, test_quantized, test_ragged
+from tests import test_parity as parity
 from tests.checkpoints import once, save_config
-from tests.running import decode, prefill
-from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
+from tests.running import decode, equal, prefill
+from tests.test_parity import check_tokens, prompts
 from tests.test_passes import close
 from tests.test_ring import CPU, FakeQueues, Race, plain
 from tools.conformance.small import Subject, small_model
-from zinfer import engine as engines
-from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload
-from zinfer.engine import EngineError, base
+from zinfer.engine import EngineError
+from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts import modules
 from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.weights import packed_experts
@@ -37,7 +35,6 @@ from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
-from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
 Kinds = Callable[[str], Path]
@@ -61,33 +58,24 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return once(tmp_path_factory, lambda name, folder: save_config(folder, name, **MIXTURES[name]))
 
 
-def load(
-    directory: Path, experts: str = "on-demand", share: str | None = None, dtype: Any = "float32", **options: Any
-) -> Stream:
+def load(directory: Path, experts: str = "on-demand", share: str | None = None, **options: Any) -> Any:
     """Load a checkpoint with `experts`, `share` of its weights on the device."""
-    case = Case(
-        model=str(directory), engine="stream", offload="cpu", dtype=dtype, load_format="safetensors",
-        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), gpu_weights=share,
-        options=tuple(sorted((options | {"experts": experts}).items())),
-    )  # fmt: skip
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE)
-    loaded = base.load(engines.kind("stream").target)(plan)
-    assert isinstance(loaded, Stream)
-    return loaded
+    return parity.load("stream", directory, gpu_weights=share, experts=experts, **options)
 
 
-def poisoned(loaded: Stream) -> None:
-    """Fill the layer buffer with NaN before each call of experts. Only what is brought may be read."""
+def poisoned(loaded: Any) -> None:
+    """Fill the layer buffer with NaN before each pass and each call of experts. Only what is brought may be read."""
     pool = loaded._pool
-    assert pool is not None
-    bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor) -> None:
-        pool._filled = -1, set()
-        pool.layer_buffer.fill_(255)
-        bring(layer, chosen)
+    def after_nan(call: Callable[..., None]) -> Callable[..., None]:
+        def called(*args: Any) -> None:
+            pool._filled = -1, set()
+            pool.layer_buffer.fill_(255)
+            call(*args)
 
-    pool.bring = brought  # type: ignore[method-assign]
+        return called
+
+    pool.begin, pool.bring = after_nan(pool.begin), after_nan(pool.bring)
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +90,9 @@ def queued(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
-def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
+def steps(loaded: Engine, length: int = 7, count: int = 6) -> list[Tensor]:
     """Return the logits of a prompt and of its fixed continuation. With one sequence."""
-    token_ids, mask = prompts((length,))
-    first = prefill(loaded, token_ids, mask, reserve=count)
+    first = prefill(loaded, *prompts((length,)), reserve=count)
     return [first, *(decode(loaded, torch.tensor([9 * step + 4])) for step in range(count))]
 
 
@@ -115,30 +102,17 @@ def test_tokens_are_those_of_transformers(name: str, where: str, mixture: Kinds,
     kv = {"kv_offload": "cpu", "kv_attention": "gpu"} if where == "cpu" else {}
     loaded = load(mixture(name), share="70%", **kv)
     poisoned(loaded)
-    for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
-        assert torch.equal(greedy(loaded, lengths), expected)
-        loaded.clear()
+    check_tokens(loaded, mixture(name))
     settings = loaded.effective().settings
     assert settings["experts"] == "on-demand"
     assert settings["cached_experts"] > 0
     assert settings["experts_hits_per_step"] > 0 < settings["experts_fetched_per_step"]
 
 
-@pytest.fixture
-def waiting(monkeypatch: Patch) -> None:
-    """Give engines queues with late and early choices, in turn. An event shows a choice after three looks, or after
-    one."""
-    passed = cycle([False, True, True, False, True, False, True, True, True, True])
-    monkeypatch.setattr(
-        "zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
-    )
-
-
 def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds) -> None:
     whole, few = load(mixture("mixtral"), "all"), load(mixture("mixtral"))
     assert all(close(*step) for step in zip(steps(whole), steps(few), strict=True))
-    stream, spec = few.effective(), few.plan.model
-    all_of_it = whole.effective()
+    stream, spec, all_of_it = few.effective(), few.plan.model, whole.effective()
     dense = spec.streamed_bytes - spec.routed_bytes
     assert all_of_it.settings["experts"] == "all"
     assert all_of_it.wire_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.02)
@@ -154,11 +128,9 @@ def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds)
 def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: None) -> None:
     loaded = load(mixture("mixtral"), share="100%")
     expected = steps(loaded)
-    pool = loaded._pool
-    assert pool is not None
-    before = pool.counts.fetched
-    assert all(torch.equal(*step) for step in zip(steps(loaded), expected, strict=True))
-    assert pool.counts.fetched == before <= 4 * 8
+    before = loaded._pool.counts.fetched
+    assert equal(steps(loaded), expected)
+    assert loaded._pool.counts.fetched == before <= 4 * 8
     effective = loaded.effective()
     assert effective.wire_bytes_per_step == 0
     assert effective.gpu_weight_bytes > effective.host_weight_bytes * before / 32
@@ -178,23 +150,21 @@ def no_room(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-@pytest.mark.parametrize("missing", ["in a pass", "for buffers"])
+@pytest.mark.parametrize(
+    ("short", "name", "run"),
+    [(ExpertPool, "_retain", steps), (FakeQueues, "event", lambda loaded: loaded._pool.resize(3, 3))],
+)
 def test_a_lack_of_memory_leaves_an_engine_that_works(
-    missing: str, mixture: Kinds, queued: None, monkeypatch: Patch
+    short: Any, name: str, run: Callable[[Any], object], mixture: Kinds, queued: None, monkeypatch: Patch
 ) -> None:
+    """In a pass, and for buffers."""
     loaded = load(mixture("mixtral"), share="30%")
     expected = steps(loaded)
-    assert loaded._pool is not None
     with monkeypatch.context() as short_of_memory:
-        if missing == "in a pass":
-            short_of_memory.setattr(ExpertPool, "_retain", no_room)
-            with pytest.raises(torch.OutOfMemoryError):
-                steps(loaded)
-        else:
-            short_of_memory.setattr(FakeQueues, "event", no_room)
-            with pytest.raises(torch.OutOfMemoryError):
-                loaded._pool.resize(3, 3)
-    assert all(torch.equal(*step) for step in zip(steps(loaded), expected, strict=True))
+        short_of_memory.setattr(short, name, no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(loaded)
+    assert equal(steps(loaded), expected)
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
@@ -208,15 +178,13 @@ def test_coded_experts_give_the_logits_of_whole_layers(
     logits, wire = [], []
     for experts in ("all", "on-demand"):
         loaded = load(directory, experts, dtype="bfloat16", weight_codec="lossless")
-        if loaded._pool is not None:
-            experts_of = (expert for packed in loaded._pool.layers.values() for expert in packed.experts)
-            assert any(chunk.layout is not None for expert in experts_of for chunk in expert.chunks)
-            assert loaded._pool.buffer_bytes < 0.8 * loaded.plan.model.expert_bytes
         logits.append(steps(loaded))
-        if loaded._pool is not None and loaded._ring is not None:
-            assert loaded._ring.depth >= 2 * max(len(packed.chunks) for packed in loaded._ring.layers)
-        wire.append(loaded.effective().wire_bytes_per_step or 0)
-    assert all(torch.equal(*step) for step in zip(*logits, strict=True))
+        wire.append(loaded.effective().wire_bytes_per_step)
+    experts_of = (expert for packed in loaded._pool.layers.values() for expert in packed.experts)
+    assert any(chunk.layout is not None for expert in experts_of for chunk in expert.chunks)
+    assert loaded._pool.buffer_bytes < 0.8 * loaded.plan.model.expert_bytes
+    assert loaded._ring.depth >= 2 * max(len(packed.chunks) for packed in loaded._ring.layers)
+    assert equal(*logits)
     assert wire[1] < wire[0]
 
 
@@ -229,7 +197,6 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
     loaded = load(mixture("mixtral"), share="100%", dtype="bfloat16", weight_codec="lossless")
     poisoned(loaded)
     pool, waited = loaded._pool, list[int]()
-    assert pool is not None
     read = pool._read
 
     def wait(chosen: Tensor) -> list[int]:
@@ -244,7 +211,7 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
             pool.bring(layer, torch.arange(8)[:, None])  # eight tokens: it waits, and all experts stay from now on
         waited.clear()
         before = pool.counts
-        assert all(torch.equal(*step) for step in zip(steps(loaded), steps(expected), strict=True))
+        assert equal(steps(loaded), steps(expected))
         assert set(waited) == {7 * 2}, "the prompt of seven tokens waits, its steps do not"
         assert loaded.effective().settings["experts_hits_per_step"] == 4 * 2
         assert [pool.stays(tokens) for tokens in (1, 2)] == [True, False]
@@ -255,13 +222,15 @@ def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
             assert [number for number in range(8) if not poison[number]] == [3]
 
 
-def test_the_timeline_tells_chosen_experts_apart(mixture: Kinds, waiting: None) -> None:
+def test_the_timeline_tells_chosen_experts_apart(mixture: Kinds, monkeypatch: Patch) -> None:
+    """Choices are late and early, in turn: an event shows one after three looks, or after one."""
+    queues = FakeQueues(passed=cycle([False, True, True, False, True, False, True, True, True, True]))
+    monkeypatch.setattr("zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=queues))
     loaded = load(mixture("mixtral"))
-    token_ids, mask = prompts((5,))
-    prefill(loaded, token_ids, mask, reserve=9)
+    prefill(loaded, *prompts((5,)), reserve=9)
     copies = set[tuple[str | None, bool]]()
     for token in range(6):
-        spans = loaded.timeline([base.Work(loaded.batches[-1], torch.tensor([[token]]))])
+        spans = loaded.timeline([Work(loaded.batches[-1], torch.tensor([[token]]))])
         copies |= {(span.carries, span.layer == 0) for span in spans if span.lane == "copy" and span.start_ms > 0}
         assert all(span.carries is None for span in spans if span.lane != "copy")
         assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
@@ -436,9 +405,8 @@ def test_a_pass_that_brings_all_brings_each_once(staging: int, monkeypatch: Patc
     before = bench.pool.counts
     for layer in range(3):
         bench.use(layer, [4, 2, 4])
-    assert bench.pool.counts.since(before).fetched == bench.pool.counts.since(before).misses == 4, (
-        "layer 0 is still in the slot"
-    )
+    since = bench.pool.counts.since(before)
+    assert since.fetched == since.misses == 4, "layer 0 is still in the slot"
     bench.close()
 
 
@@ -470,12 +438,7 @@ def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, m
     ),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    count: int,
-    staging: int,
-    cached: int,
-    run: int,
-    passed: list[bool],
-    passes: list[tuple[bool, list[list[int]]]],
+    count: int, staging: int, cached: int, run: int, passed: list[bool], passes: list[tuple[bool, list[list[int]]]]
 ) -> None:
     """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times."""
     with Patch.context() as patch:

@@ -17,7 +17,7 @@ from tests import test_cache_kinds as kinds
 from tests import test_graphs
 from tests.checkpoints import ARCHITECTURES, save_config
 from tests.running import decode, error, prefill
-from tests.test_codec import compile_for_h100, need_triton
+from tests.test_codec import compile_for_h100
 from tests.test_parity import load
 from zinfer.engine.stream import graphs, split_attention
 from zinfer.engine.stream.attention import bias
@@ -111,18 +111,14 @@ def test_recorded_steps_give_the_same_logits(name: str, by_kernel: dict[str, Any
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_kernel_compiles_for_an_h100(alone: bool) -> None:
-    need_triton()
     from zinfer.engine.stream import attention_kernel as kernel
 
     constants = {
         "HEADS": 8, "COUNT": 8, "SIZE": 64, "WIDTH": 64, "ALONE": alone, "ASKED": 16,
         "SIZE_BLOCK": 64, "WIDTH_BLOCK": 64, "BLOCK": kernel.BLOCK,
     }  # fmt: skip
-    types: dict[str, Any] = dict.fromkeys(("query", "keys", "values", "bias", "sinks"), "*bf16") | {
-        "scale": "fp32",
-        "sums": "*fp32",
-    }
-    types["partial"] = "*bf16" if alone else "*fp32"
+    types: dict[str, Any] = dict.fromkeys(("query", "keys", "values", "bias", "sinks"), "*bf16")
+    types |= {"scale": "fp32", "sums": "*fp32", "partial": "*bf16" if alone else "*fp32"}
     types |= dict.fromkeys(("keys_strides", "values_strides", "bias_strides"), ("i32",) * 3)
     compile_for_h100(kernel._attend, constants, types, num_warps=kernel.WARPS)
 

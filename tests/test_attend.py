@@ -105,9 +105,9 @@ def check_attention(
     sizes: tuple[int, int],
     dtype: torch.dtype,
     biases: list[str],
-    threads: int = 2,
-    softcap: float | None = None,
-    sinks: bool = False,
+    threads: int,
+    softcap: float | None,
+    sinks: bool,
 ) -> None:
     heads, rows, longest = 9, 2 * len(lengths), max(lengths)
     blocks, exact = blocks_of(lengths, heads, *sizes, dtype)
@@ -125,16 +125,23 @@ def check_attention(
         for number, length in enumerate(lengths)
     ]
     mixed = cpu_kernel.attend(queries, blocks, added, 0.3, threads, softcap, logits)
-    for number, (keys, values) in enumerate(exact):
-        rows_of_batch = slice(2 * number, 2 * number + 2)
-        scores = 0.3 * queries[rows_of_batch].double() @ keys.mT
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        for bias in added[number]:
-            scores = scores + bias
-        if logits is not None:
-            scores = torch.cat([scores, logits.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
-        expected = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].nan_to_num() @ values
-        assert torch.allclose(mixed[rows_of_batch].double(), expected, atol=2e-5, rtol=1e-5)
+    every = None if logits is None else logits[:, None].expand(heads, count)
+    for states, actual, (keys, values), bias in zip(queries.split(2), mixed.split(2), exact, added, strict=True):
+        expected = exact_attention(states, keys, values, bias, softcap, every, 0.3)
+        assert torch.allclose(actual.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def exact_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, biases: list[Tensor], softcap: Any, sinks: Any, scale: float
+) -> Tensor:
+    """Return attention in float64. Queries are ``[B, heads, n, D]``, sinks ``[heads, n]``."""
+    scores = scale * queries.double() @ keys.double().mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    for bias in biases:
+        scores = scores + bias
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, ..., None].expand(len(queries), -1, -1, 1)], -1)
+    return scores.softmax(-1)[..., : keys.shape[2]].nan_to_num() @ values.double()
 
 
 @pytest.mark.usefixtures("compiler")
@@ -158,15 +165,12 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(l
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("count", "width", "columns", "whole"),
-    [(1, 16, 16, True), (129, 16, 16, False), (1, 16, 300, False), (1, 2000, 16, False), (1, 40, 40, False)],
-)
-def test_unsuitable_shapes_are_left_to_torch(count: int, width: int, columns: int, whole: bool) -> None:
+def test_unsuitable_shapes_are_left_to_torch() -> None:
     """Many queries, wide values, wide keys, and rows that lie apart."""
-    (keys, values), *_ = blocks_of((40,), 3, width, columns, torch.bfloat16)[0]
-    block = (keys.mT, values.mT) if width == 40 else (keys, values)
-    assert cpu_kernel.can_attend(noise(2, 3, count, width), [block]) == whole
+    for count, width, columns in ((1, 16, 16), (129, 16, 16), (1, 16, 300), (1, 2000, 16), (1, 40, 40)):
+        (keys, values), *_ = blocks_of((40,), 3, width, columns, torch.bfloat16)[0]
+        block = (keys.mT, values.mT) if width == 40 else (keys, values)
+        assert cpu_kernel.can_attend(noise(2, 3, count, width), [block]) == (count * width == columns == 16)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -180,26 +184,11 @@ def test_every_half_is_read_right() -> None:
 def test_every_processor_computes_the_same(lesser: None) -> None:
     """Sizes that fill the vector registers, exceed them, or fall short. For each width of registers, in rows and
     elements."""
-    for dtype, sizes in product((*DTYPES, torch.int8), ((128, 128), (40, 33), (300, 80), (33, 1))):
-        for count in (1, 2, 3, 4, 9):
-            check_attention(
-                (5, 257), count, sizes, dtype, ["each", "hidden"], 2, 2.0 if count == 4 else None, count == 3
-            )
+    all_sizes = (128, 128), (40, 33), (300, 80), (33, 1)
+    for dtype, sizes, count in product((*DTYPES, torch.int8), all_sizes, (1, 2, 3, 4, 9)):
+        check_attention((5, 257), count, sizes, dtype, ["each", "hidden"], 2, 2.0 if count == 4 else None, count == 3)
     test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(1300, 7)
     test_every_half_is_read_right()
-
-
-def exact_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Return attention in float64, its queries scaled by a quarter. They are ``[B, heads, n, D]``."""
-    scores = queries.double() @ keys.double().mT / 4
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores if bias is None else scores + bias.double()
-    if sinks is not None:
-        each = sinks.double().view(queries.shape[1], -1).repeat_interleave(queries.shape[2] // 2, 1)
-        scores = torch.cat([scores, each[None, ..., None].expand(len(queries), -1, -1, 1)], -1)
-    return scores.softmax(-1)[..., : keys.shape[2]].nan_to_num() @ values.double()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -222,14 +211,10 @@ def test_attention_of_all_rows_is_that_of_each(
     parts = [slice(0, 2), slice(2, 4)]
     added = [[bias[rows, ..., 40 - length :] for bias in biases] for rows, length in zip(parts, (40, 33), strict=True)]
     mixed = attend_all(queries, blocks, added, 0.25, softcap, logits)
+    each = None if logits is None else logits.view(12, 2).repeat_interleave(count // 2, 1)
     for rows, (keys, values), bias in zip(parts, exact, added, strict=True):
-        expected = exact_attention(queries[rows], keys, values, bias[0] + bias[1], softcap, logits)
+        expected = exact_attention(queries[rows], keys, values, bias, softcap, each, 0.25)
         assert torch.allclose(mixed[rows].double(), expected, atol=0.03)
-
-
-def test_an_int8_matrix_without_scales_is_refused() -> None:
-    with pytest.raises(ValueError, match="without the scales"):
-        cpu_kernel.dequantized(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -240,6 +225,8 @@ def test_rows_in_8_bits_are_as_good_as_their_bits() -> None:
     assert bool(((exact - states).abs() <= states.abs().amax(-1, keepdim=True) / 253).all())
     assert cpu_kernel.can_attend(noise(2, 3, 2, 33), [(matrix, matrix)])
     assert not cpu_kernel.can_attend(noise(2, 3, 2, 33), [(matrix.contiguous(), matrix)])  # the scales are lost
+    with pytest.raises(ValueError, match="without the scales"):
+        cpu_kernel.dequantized(matrix.contiguous(), torch.float32)
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -251,15 +238,11 @@ def test_torch_attends_with_any_two_types(dtype: torch.dtype, stored: torch.dtyp
     assert cpu_kernel.library() is None
     mixed = attend_all(queries, blocks, [], 0.25)
     assert mixed.dtype == torch.float32
-    assert torch.allclose(mixed.double(), exact_attention(queries, keys, values, None, None, None), atol=1e-5)
+    assert torch.allclose(mixed.double(), exact_attention(queries, keys, values, [], None, None, 0.25), atol=1e-5)
 
 
 def test_without_a_compiler_that_works_there_is_no_library(fresh: None, monkeypatch: Patch, tmp_path: Path) -> None:
-    def fail(command: list[str], **_: Any) -> None:
-        raise subprocess.CalledProcessError(1, command)
-
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(cpu_kernel, "COMPILERS", ("false", "no-such-compiler"))
     assert cpu_kernel.library() is None
     assert list((tmp_path / "zinfer").iterdir()) == []
 

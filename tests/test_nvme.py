@@ -77,15 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tokens(engine: Any) -> list[torch.Tensor]:
-    batches = []
-    for lengths in BATCHES:
-        batches.append(greedy(engine, lengths))
-        engine.clear()
-    return batches
-
-
-def equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    return [greedy(engine, lengths) for lengths in BATCHES]
 
 
 def in_memory(folder: Path, drive: Path, codec_: str = "auto") -> tuple[list[torch.Tensor], Effective]:

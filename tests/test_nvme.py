@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, cycle, pairwise
@@ -26,13 +26,14 @@ from tests import PATIENCE_S, Patch, environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.command import probed, zinfer
 from tests.grid import covering
+from tests.running import equal
+from tests.test_packed import write
 from tests.test_parity import BATCHES, greedy, load, plan_of
 from tests.test_ring import Answer, Bench, FakeQueues
 from tests.test_ring import plain as plain_layer
 from zinfer.analysis.timeline import length_ms, share, waits
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import resolve
-from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, LoadFormat, Offload, Workload
 from zinfer.core.engine import OptionError, resolve_options
 from zinfer.core.machine import Machine, override
@@ -57,9 +58,8 @@ pytestmark = pytest.mark.usefixtures("all_coded")
 
 @pytest.fixture
 def drive(tmp_path: Path) -> Path:
-    made = tmp_path / "drive"
-    made.mkdir()
-    return made
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,7 @@ def tokens(engine: Any) -> list[torch.Tensor]:
 def in_memory(folder: Path, drive: Path, codec_: str = "auto") -> tuple[list[torch.Tensor], Effective]:
     """Return tokens and effective placement of a model in host memory."""
     engine = load("stream", folder, "cpu", drive, "bfloat16", weight_codec=codec_)
-    expected, effective = tokens(engine), engine.effective()
-    engine.close()
-    return expected, effective
+    return tokens(engine), engine.effective()
 
 
 @pytest.mark.parametrize(
@@ -116,18 +114,10 @@ def test_tokens_are_those_of_host_memory(
     assert not list(drive.iterdir())
 
 
-def write(folder: Path) -> Path:
-    """Pack a model's layers; return their data file."""
-    spec = resolve(str(folder), "bfloat16", None)
-    revision = revision_of(spec, "safetensors")
-    packed.write(spec, revision, packed.PACKED / packed.folder_name(spec, revision), CPU)
-    return packed.PACKED / packed.folder_name(spec, revision) / packed.DATA
-
-
 def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], drive: Path) -> None:
     folder = models("bf16")
     expected, _ = in_memory(folder, drive)
-    data = write(folder)
+    data = write(resolve(str(folder), "bfloat16", None)) / packed.DATA
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec="lossless", host_weights="40%")
     assert not list(drive.iterdir())
     assert equal(tokens(engine), expected)
@@ -143,7 +133,7 @@ def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[
     assert equal(tokens(engine), expected)
     assert engine.effective().settings["kv_host_rows"] == 1
     engine.close()
-    two = tokens_of_two(plan(folder, drive, host_weights="0%"))
+    two = greedy(Stream(plan(folder, drive, host_weights="0%")), (4, 3))
     engine = Stream(plan(folder, drive, host_weights="34%", on_gpu="34%"))
     assert torch.equal(greedy(engine, (4, 3)), two)
     assert engine.ring is not None
@@ -151,13 +141,6 @@ def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[
     effective = engine.effective()
     assert effective.settings["host_layers"] == 1
     assert effective.nvme_bytes_per_step * 2 == effective.wire_bytes
-
-
-def tokens_of_two(wanted: Plan) -> torch.Tensor:
-    engine = Stream(wanted)
-    two = greedy(engine, (4, 3))
-    engine.close()
-    return two
 
 
 def plan(
@@ -213,14 +196,10 @@ def test_a_fault_of_a_disk_is_one_line_and_never_text(
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
     with monkeypatch.context() as patch:
         reads(patch, instead)
-        assert message in fault_of(lambda: greedy(engine, (4, 3)))
-        engine.clear()
-        assert message in fault_of(lambda: greedy(engine, (4, 3)))
-    engine.clear()
+        for _ in range(2):
+            assert message in fault_of(lambda: greedy(engine, (4, 3)))
     first = greedy(engine, (4, 3))  # the drive is well again
-    engine.clear()
     assert torch.equal(greedy(engine, (4, 3)), first)
-    engine.clear()
     if fault != "other bytes come":  # what was checked once is not checked again while the file is the same
         with monkeypatch.context() as patch:
             reads(patch, instead)
@@ -235,16 +214,13 @@ def test_a_fault_of_a_disk_is_one_line_and_never_text(
 def test_a_file_that_changes_is_checked_again(models: Callable[[str], Path], drive: Path) -> None:
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
     expected = greedy(engine, (4, 3))
-    engine.clear()
     (written,) = drive.glob(f"*/{packed.DATA}")
     os.utime(written)
     assert torch.equal(greedy(engine, (4, 3)), expected), "only touched"
-    engine.clear()
     with written.open("r+b") as stream:
         stream.seek(written.stat().st_size // 2)
         stream.write(b"other weights")
     assert f"{written}: layer 1 is damaged" in fault_of(lambda: greedy(engine, (4, 3)))
-    engine.clear()
     os.truncate(written, 5000)
     assert "is cut off" in fault_of(lambda: greedy(engine, (4, 3)))
 
@@ -271,9 +247,7 @@ def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
 def test_a_file_system_without_direct_reads_is_read_all_the_same(
     models: Callable[[str], Path], drive: Path, monkeypatch: Patch
 ) -> None:
-    engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
-    expected = greedy(engine, (4, 3))
-    engine.close()
+    expected = greedy(Stream(plan(models("bf16"), drive, host_weights="0%")), (4, 3))
     real, dropped = os.open, list[int]()
 
     def refuse(path: Any, flags: int, *mode: int, **others: Any) -> int:
@@ -368,11 +342,8 @@ def test_reads_are_the_bytes_that_were_written(
         assert path.read_bytes() == content
         first, last = sorted(round(share * len(content)) for share in where)
         begin, end = direct.aligned(first, last)
-        with (
-            DirectFile(path) as file,
-            mmap.mmap(-1, max(PAGE, end - begin)) as memory,
-            memoryview(memory) as whole,
-        ):
+        room = mmap.mmap(-1, max(PAGE, end - begin))
+        with DirectFile(path) as file, room as memory, memoryview(memory) as whole:
             for start, stop in file.requests(begin, end):
                 with whole[start - begin : stop - begin] as part:
                     file.read(part, start, min(stop, last) - start)
@@ -464,11 +435,8 @@ def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) 
     folder = save_config(tmp_path / "large", "llama", num_hidden_layers=32, **sizes)
     little = save_config(tmp_path / "small", "llama")
     how: dict[str, Any] = {"load_format": "dummy", "weight_codec": "none"}
-    plans = [
-        plan(little, drive, **how),
-        plan(folder, drive, offload="cpu", **how),
-        plan(folder, drive, host_weights="9MB", **how),
-    ]
+    ways: list[dict[str, Any]] = [{"offload": "cpu"}, {"host_weights": "9MB"}]
+    plans = [plan(little, drive, **how), *(plan(folder, drive, **way, **how) for way in ways)]
     done = subprocess.run(
         [sys.executable, "-c", TWICE], input="\n".join(plan.model_dump_json() for plan in plans), capture_output=True,
         text=True, env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"), timeout=PATIENCE_S, check=False,
@@ -506,12 +474,9 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         patch.setattr(chunk_module, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
         for number, (calls, count) in enumerate(passes):
-            fetches = [Answer(index, number) for index in range(count)]
             bench.borrowed.clear()
-            bench.run_pass(calls, fetches)
-            assert bench.borrowed == [
-                [index, layer, number, 7] for layer in range(len(sizes)) for index in range(count)
-            ]
+            bench.run_pass(calls, [Answer(index, number) for index in range(count)])
+            assert bench.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
         bench.close()
 
 
@@ -541,9 +506,8 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
     assert waits(spans).reading_ms > 0.6 * waits(spans).total_ms > 0.3 * length_ms(spans)
     for layer in (2, 3):
         last = max(span.end_ms for span in spans if (span.lane, span.layer) == ("copy", layer))
-        read = [span for span in reads if span.layer == layer and span.start_ms < last]  # others are the next pass's
-        assert read
-        assert max(span.end_ms for span in read) <= last, "a piece is copied once it is there"
+        ends = [span.end_ms for span in reads if span.layer == layer and span.start_ms < last]  # others: the next pass
+        assert 0 < max(ends) <= last, "a piece is copied once it is there"
 
 
 def stored(path: Path, layers: Any, ring_bytes: int) -> DiskSource:

@@ -8,24 +8,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tests import quantized
+from tests import Checkpoints, Patch, invoke, quantized
 from tests.checkpoints import save_checkpoint
 from tests.command import zinfer_process
+from tests.running import equal
 from tests.test_parity import BATCHES, greedy, load
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import revision_of
-from zinfer.cli import cli
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.stream.weights import codec, pack, packed
 
-Checkpoints = Callable[..., Path]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("all_coded")
 
@@ -42,8 +41,8 @@ def write(spec: ModelSpec) -> Path:
     return folder
 
 
-def same(tokens: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(*pair) for pair in zip(tokens, others, strict=True))
+def find(spec: ModelSpec, where: object, *others: Any) -> Path | None:
+    return packed.find(spec, revision_of(spec, "safetensors"), str(where), *others)
 
 
 def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
@@ -53,17 +52,14 @@ def tokens(directory: str, **options: Any) -> list[torch.Tensor]:
     if "gpu_weights" in options:
         assert loaded.effective().settings["resident_layers"] == 1
         assert loaded.effective().host_weight_bytes < 0.8 * 2 / 3 * loaded.plan.model.streamed_bytes
-    try:
-        return [greedy(loaded, lengths, 5) for lengths in BATCHES]
-    finally:
-        loaded.close()
+    return [greedy(loaded, lengths, 5) for lengths in BATCHES]
 
 
 @pytest.mark.parametrize(
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "mixtral"))]
 )
 def test_a_load_from_packed_layers_gives_the_same_tokens_and_codes_nothing(
-    architecture: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     spec = resolve(str(checkpoint(architecture, hidden_size=256)), "bfloat16", None)
     folder = write(spec)
@@ -71,18 +67,16 @@ def test_a_load_from_packed_layers_gives_the_same_tokens_and_codes_nothing(
     expected = tokens(str(spec.directory))
     monkeypatch.setattr(codec, "encode", None)
     for options in ({}, {"packed": str(folder)}, {"packed": str(folder), "gpu_weights": "34%"}):
-        assert same(tokens(str(spec.directory), weight_codec="lossless", **options), expected)
+        assert equal(tokens(str(spec.directory), weight_codec="lossless", **options), expected)
 
 
 @pytest.mark.slow
-def test_layers_that_stay_on_several_devices_come_from_packed_layers_too(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_stay_on_several_devices_come_from_packed_layers_too(spec: ModelSpec, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of the other rank's process
     folder = str(write(spec))
     expected = tokens(str(spec.directory))
     options = {"packed": folder, "gpu_weights": "34%", "gpus": 2}
-    assert same(tokens(str(spec.directory), weight_codec="lossless", **options), expected)
+    assert equal(tokens(str(spec.directory), weight_codec="lossless", **options), expected)
 
 
 @pytest.fixture
@@ -91,21 +85,21 @@ def fp8(tmp_path: Path) -> ModelSpec:
     return resolve(str(quantized.fp8(save_checkpoint("llama", tmp_path / "fp8", hidden_size=256))), "bfloat16", None)
 
 
-def test_weights_in_fp8_are_packed_in_fewer_bytes(fp8: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_fp8_are_packed_in_fewer_bytes(fp8: ModelSpec, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "BLOCK", 1 << 12)  # divides every matrix
     expected = tokens(str(fp8.directory))
-    done = CliRunner().invoke(cli, ["pack", "-m", str(fp8.directory)])
+    done = invoke("pack", "-m", fp8.directory)
     assert done.exit_code == 0, done.output
     size = (Path(done.stdout.strip()) / packed.DATA).stat().st_size
     assert size < 0.88 * fp8.stored_ratio * fp8.streamed_bytes
     assert f"{size / (fp8.stored_ratio * fp8.streamed_bytes):.1%} of it" in done.stderr
     monkeypatch.setattr(codec, "encode", None)
-    assert same(tokens(str(fp8.directory), weight_codec="lossless"), expected)
+    assert equal(tokens(str(fp8.directory), weight_codec="lossless"), expected)
 
 
 def test_quantised_weights_that_do_not_shrink_are_not_packed(tmp_path: Path) -> None:
     made = quantized.columns(save_checkpoint("llama", tmp_path / "m"), "gptq")[0]
-    done = CliRunner().invoke(cli, ["pack", "-m", str(made)])
+    done = invoke("pack", "-m", made)
     assert done.exit_code != 0
     assert "not in FP8" in str(done.exception)
     assert not packed.PACKED.exists()
@@ -124,13 +118,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(spec: ModelSpec, where: float) ->
     data = write(spec) / packed.DATA
     content = bytearray(data.read_bytes())
     position = min(int(where * len(content)), len(content) - 1)
-    index = json.loads((data.parent / packed.INDEX).read_text())
-    ranges = [
-        (layer["start"] + begin, layer["start"] + end)
-        for layer in index["layers"]
-        for begin, end, *_ in layer["chunks"]
-    ]
-    position = next((p for p in range(position, -1, -1) if any(a <= p < b for a, b in ranges)), 0)
+    layers = json.loads((data.parent / packed.INDEX).read_text())["layers"]
+    ranges = [range(*(each["start"] + end for end in chunk[:2])) for each in layers for chunk in each["chunks"]]
+    position = next((p for p in range(position, -1, -1) if any(p in each for each in ranges)), 0)
     content[position] ^= 1
     data.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"layer \d is damaged"):
@@ -147,21 +137,19 @@ def test_cut_off_or_unfinished_files_are_refused(spec: ModelSpec) -> None:
     with pytest.raises(EngineError, match="does not describe packed layers"):
         tokens(str(spec.directory), weight_codec="lossless")
     (folder / packed.INDEX).unlink()
-    revision = revision_of(spec, "safetensors")
-    assert packed.find(spec, revision, "auto") is None
+    assert find(spec, "auto") is None
     with pytest.raises(EngineError, match="make them with `zinfer pack"):
-        packed.find(spec, revision, str(folder))
+        find(spec, folder)
 
 
 def test_packed_layers_of_other_weights_are_refused(spec: ModelSpec, checkpoint: Checkpoints) -> None:
     folder = write(spec)
-    other = resolve(str(checkpoint("bloom", hidden_size=256)), "bfloat16", None)
     with pytest.raises(EngineError, match="is packed from other weights"):
-        packed.find(other, revision_of(other, "safetensors"), str(folder))
+        find(resolve(str(checkpoint("bloom", hidden_size=256)), "bfloat16", None), folder)
     half = spec.with_dtype("float16")
-    assert packed.find(half, revision_of(half, "safetensors"), "auto") is None
+    assert find(half, "auto") is None
     with pytest.raises(EngineError, match="dtype bfloat16 instead of float16"):
-        packed.find(half, revision_of(half, "safetensors"), str(folder))
+        find(half, folder)
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], object], sign: bool = True) -> None:
@@ -195,7 +183,7 @@ def test_an_index_of_another_form_is_refused(damage: str, spec: ModelSpec) -> No
     folder, (change, message) = write(spec), INDEX_DAMAGE[damage]
     changed(folder, change, sign=damage != "unsigned")
     with pytest.raises(EngineError, match=message) as error:
-        packed.find(spec, revision_of(spec, "safetensors"), str(folder))
+        find(spec, folder)
     assert "\n" not in str(error.value)
 
 
@@ -213,18 +201,17 @@ def test_a_checkpoint_that_changed_in_the_middle_of_a_tensor_is_noticed(spec: Mo
     os.utime(info.file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert revision_of(copy, "safetensors") == revision
     with pytest.raises(EngineError, match="has changed since"):
-        packed.find(copy, revision, str(folder))
+        find(copy, folder)
 
 
 def test_a_copy_of_the_checkpoint_is_read_once_and_believed(
-    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: ModelSpec, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     folder = write(spec)
     copy = from_directory(Path(shutil.copytree(str(spec.directory), tmp_path / "copy"))).with_dtype("bfloat16")
     read: list[float] = []
     for _ in range(2):
-        revision = revision_of(copy, "safetensors")
-        assert packed.find(copy, revision, str(folder), False, lambda _, part: read.append(part)) == folder
+        assert find(copy, folder, False, lambda _, part: read.append(part)) == folder
     assert read == sorted(set(read)), "the second time nothing is read"
     assert read[-1] == 1.0
 
@@ -242,38 +229,28 @@ def test_only_regular_files_are_read(name: str, target: str, spec: ModelSpec) ->
         tokens(str(spec.directory), weight_codec="lossless")
 
 
-def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pack, "pack", full)
+def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(pack, "pack", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write(spec)
     assert [path for path in packed.PACKED.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.slow
-def test_the_command_packs_and_the_engine_finds_it(
-    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_packs_and_the_engine_finds_it(spec: ModelSpec, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", "bf16"])
+    done = invoke("pack", "-m", spec.directory, "--dtype", "bf16")
     assert done.exit_code == 0, done.stderr
     folder = tmp_path / done.stdout.strip()
     assert sorted(path.name for path in folder.iterdir()) == [packed.DATA, packed.INDEX]
-    assert packed.find(spec, revision_of(spec, "safetensors"), "auto") is not None
+    assert find(spec, "auto") is not None
     refused = zinfer_process(tmp_path, "pack", "-m", "bloom-176b", "--layers", "1")
     assert refused.returncode == 5
     assert len(refused.stderr.strip().splitlines()) <= 2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"), [("bf16", "fewer than 1,048,576 weights, which to unpack takes longer than it saves"),
-                        ("fp16", "weights in float16 are not coded, only those in bfloat16")],
-)  # fmt: skip
-def test_the_command_says_why_nothing_shrinks(
-    dtype: str, message: str, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("dtype", "message"), [("bf16", "fewer than 1,048,576 weights"), ("fp16", "float16")])
+def test_the_command_says_why_nothing_shrinks(dtype: str, message: str, spec: ModelSpec, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 1 << 20)
-    done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", dtype])
+    done = invoke("pack", "-m", spec.directory, "--dtype", dtype)
     assert re.search(r"100\.\d% of it: .*" + re.escape(message), done.stderr)

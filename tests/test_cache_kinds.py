@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from tests import Patch
 from tests.checkpoints import VOCAB_SIZE, once
 from tests.grid import covering
-from tests.running import decode, prefill
+from tests.running import decode, error, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from tools.conformance.small import Subject, save, small_model
 from zinfer.core.model import ATTEND_THEMSELVES, ModelError
@@ -25,19 +25,9 @@ from zinfer.engine import cache as kv_cache
 from zinfer.engine.cache import MIN_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
-_SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "vocab_size": VOCAB_SIZE, "head_dim": 16}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_SHAPE: dict[str, Any] = {**_SIZES, **_HEADS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ALTERNATE = ["sliding_attention", "full_attention"] * 3
 _MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -79,16 +69,19 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     """Make the checkpoint of one of `KINDS`, once."""
 
     def save(name: str, folder: Path) -> None:
-        torch.manual_seed(1)
         config = AutoConfig.for_model(name, **(_SHAPE | KINDS[name]), initializer_range=0.3)
         if len(DynamicCache(config=config).layers) < config.num_hidden_layers:
             pytest.skip(
-                "this transformers has no cache layer where keys are shared: rows of one length alone are served"
+                "this transformers has no cache layer where keys are shared: it serves rows of one length alone"
             )
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        model.save_pretrained(folder)
+        _save(folder, config)
 
     return once(tmp_path_factory, save)
+
+
+def _save(folder: Path, config: Any) -> None:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 @cache
@@ -122,16 +115,12 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
-    if options and name in STATES_ONLY:
-        with pytest.raises(EngineError, match=r"fixed size.* kv_offload=cpu"):
+    if options and name in (*STATES_ONLY, *ATTEND_THEMSELVES):
+        why = "fixed size" if name in STATES_ONLY else "computes attention itself"
+        with pytest.raises(EngineError, match=f"{why}.* kv_offload=cpu"):
             load("stream", kind(name), offload, tmp_path, **options)
         return
-    if options and name in ATTEND_THEMSELVES:
-        with pytest.raises(EngineError, match=r"computes attention itself.* kv_offload=cpu"):
-            load("stream", kind(name), offload, tmp_path, **options)
-        return
-    tokens = max(LENGTHS) * at_once
-    engine = load("stream", kind(name), offload, tmp_path, tokens=tokens, **options)
+    engine = load("stream", kind(name), offload, tmp_path, tokens=max(LENGTHS) * at_once, **options)
     for _ in range(2):
         assert torch.equal(greedy(engine, LENGTHS), expected(kind(name)))
 
@@ -157,14 +146,13 @@ def test_8_bits_are_what_the_record_says(name: str, kind: Kinds, monkeypatch: Pa
     exact = load("stream", kind(name), "cpu")
     for way in ways:
         engine = load("stream", kind(name), "cpu", **way)
-        token_ids, mask = prompts(LENGTHS)
-        logits = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN) for loaded in (engine, exact)]
+        logits = [prefill(loaded, *prompts(LENGTHS), reserve=OUTPUT_LEN) for loaded in (engine, exact)]
         assert torch.allclose(logits[0], logits[1], atol=1e-3), "the prompt's attention sees exact keys"
         errors = []
         for _ in range(OUTPUT_LEN - 1):
             token = logits[1].argmax(-1)
             logits = [decode(loaded, token) for loaded in (engine, exact)]
-            errors.append(float((logits[0] - logits[1]).norm() / logits[1].norm()))
+            errors.append(error(*logits))
         assert max(errors) > 0
         assert sum(errors) / len(errors) < 0.1
         assert engine.effective().settings["kv_cache_dtype"] == "int8"
@@ -176,8 +164,7 @@ def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds) -> 
         load("stream", kind("mistral"), "cpu", **WAYS[way][1]) for way in ("kv over the link", "kv by the cpu", "cpu")
     )
     for engine in (over_link, by_cpu, on_device):
-        tokens = greedy(engine, (40, 33))
-        assert torch.equal(tokens, expected(kind("mistral"), (40, 33)))
+        assert torch.equal(greedy(engine, (40, 33)), expected(kind("mistral"), (40, 33)))
     a_token = 2 * 2 * 16 * 4  # of a layer, in bytes
     assert over_link.effective().settings["kv_bytes_per_step"] == 6 * 2 * 7 * a_token
     room = 6 * 2 * (7 + MIN_SPARE) * a_token
@@ -189,27 +176,20 @@ def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds) -> 
     assert "the last 8 positions only" in str(on_device.cannot_snapshot())
 
 
-def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(name, **(_SHAPE | settings))
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return directory
-
-
 def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
-    directory = _saved(tmp_path / "gpt", "openai-gpt", {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64})
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}
+    _save(tmp_path, AutoConfig.for_model("openai-gpt", **(_SHAPE | sizes)))
     with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel"):
-        load("stream", directory, "none")
+        load("stream", tmp_path, "none")
 
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
 def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str, Any], tmp_path: Path) -> None:
     """Blocks of keys have no 8-bit form and no host memory."""
-    directory = tmp_path / "blocks"
-    save(small_model(Subject("minimax_m3_vl_text")), directory)
+    save(small_model(Subject("minimax_m3_vl_text")), tmp_path)
     with pytest.raises(EngineError, match=r"\(MiniMaxM3VLSparseCacheLayer\).* " + next(iter(option))):
-        load("stream", directory, "cpu", **option)
-    engine = load("stream", directory, "cpu")
+        load("stream", tmp_path, "cpu", **option)
+    engine = load("stream", tmp_path, "cpu")
     greedy(engine, (9, 9))
     assert engine.effective().settings["kv_host_rows"] == 0
     assert "another state" in str(engine.cannot_snapshot())
@@ -221,21 +201,20 @@ def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str,
 def test_a_model_with_a_cache_of_its_own_kind_runs_with_that(name: str, tmp_path: Path) -> None:
     settings = {"initializer_range": 0.3, "block_size": 8, "bos_token_id": None}
     settings |= {"num_local_experts": 2} if name == "minimax" else {"attention_window_size": 16, "lru_width": 64}
-    directory = _saved(tmp_path / name, name, settings)
-    engine = load("stream", directory, "cpu", tokens=1)  # a row at a time, if that were possible
-    lengths = (13, 13, 13)
+    _save(tmp_path, AutoConfig.for_model(name, **(_SHAPE | settings)))
+    engine = load("stream", tmp_path, "cpu", tokens=1)  # a row at a time, if that were possible
     for _ in range(2):
-        assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
+        assert torch.equal(greedy(engine, (13, 13, 13)), expected(tmp_path, (13, 13, 13)))
     with pytest.raises(EngineError, match="knows no padding"):
         prefill(engine, *prompts(LENGTHS), reserve=4)
     with pytest.raises(EngineError, match=r"of its own kind.* kv_cache_dtype=int8"):
-        load("stream", directory, "cpu", kv_cache_dtype="int8")
+        load("stream", tmp_path, "cpu", kv_cache_dtype="int8")
 
 
 @pytest.mark.parametrize("reserve", [12, 99])
 def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: Path) -> None:
-    directory = _saved(tmp_path / "cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_types": 4})
-    engine = load("stream", directory, "cpu")
+    _save(tmp_path, AutoConfig.for_model("cpmant", **_SHAPE, dim_head=16, dim_ff=96, prompt_types=4))
+    engine = load("stream", tmp_path, "cpu")
     with pytest.raises(EngineError, match="other tokens"):
         prefill(engine, *prompts((13, 13, 13)), reserve=reserve)
 

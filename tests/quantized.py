@@ -23,14 +23,18 @@ def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tens
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
     changed: Tensors = {}
     for name, tensor in tensors.items():
-        inside = ".layers." in name and tensor.dim() > 1 and name.endswith(("_proj.weight", "w1.weight", "w2.weight",
-                                                                          "w3.weight", "_proj"))  # fmt: skip
+        matrices = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight", "_proj")
+        inside = ".layers." in name and tensor.dim() > 1 and name.endswith(matrices)
         changed |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
     save_file({name: tensor.contiguous() for name, tensor in changed.items()}, directory / "model.safetensors")
-    path = directory / "config.json"
-    settings = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
-    settings.pop("torch_dtype", None)
-    path.write_text(json.dumps(settings))
+    return edit_config(directory, lambda old: old.update(dtype="bfloat16", quantization_config=config))
+
+
+def edit_config(directory: Path, change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Path:
+    """Change a JSON file of a checkpoint."""
+    content = json.loads((directory / name).read_text())
+    change(content)
+    (directory / name).write_text(json.dumps(content))
     return directory
 
 
@@ -53,18 +57,15 @@ def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), fp4_exp
         codes = (parts / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(tensor.shape)
         return {name: codes, scale_of(name): scales if block else scales.reshape(1)}
 
-    size = list(block) if block else None
-    return rewrite(directory, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": size,
-                               "modules_to_not_convert": ["lm_head"], "expert_dtype": "fp4" if fp4_experts else "fp8",
-                               }, change)  # fmt: skip
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
+    config |= {"weight_block_size": block, "expert_dtype": "fp4" if fp4_experts else "fp8"}
+    return rewrite(directory, config, change)
 
 
+GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {  # format and weights' arguments of compressed-tensors
-    "int4 groups": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
-    "int4 asymmetric": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
-    ),
+    "int4 groups": ("pack-quantized", GROUPS),
+    "int4 asymmetric": ("pack-quantized", GROUPS | {"symmetric": False}),
     "int8 channels": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "int8 plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "fp8 channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
@@ -82,10 +83,8 @@ def compressed(directory: Path, kind: str) -> Path:
 
     form, arguments = COMPRESSED[kind]
     arguments = {"symmetric": True, **arguments}
-    if kind == "mxfp4":
-        arguments |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    if kind == "nvfp4":
-        arguments |= {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+    if coded := {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}.get(kind):
+        arguments |= {"scale_dtype": coded, "zp_dtype": coded}
     given = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=given)
     library = BaseCompressor.get_value_from_registry(form)
@@ -107,15 +106,12 @@ def compressed(directory: Path, kind: str) -> Path:
             state["weight_global_scale"] = whole
         if not given.symmetric:
             state["weight_zero_point"] = zeros.reshape(shape).to(torch.int8)
-        made = library.compress(state, scheme)
         base = name.removesuffix("weight")
-        return {f"{base}{leaf}": part for leaf, part in made.items()}
+        return {f"{base}{leaf}": part for leaf, part in library.compress(state, scheme).items()}
 
-    return rewrite(directory, {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": None}},
-    }, change)  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": arguments, "input_activations": None}}
+    config = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
+    return rewrite(directory, config | {"quantization_status": "compressed"}, change)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
@@ -201,11 +197,7 @@ def modelopt(directory: Path, kind: str, separate: bool = False) -> tuple[Path, 
     config_of_kind = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     rewrite(directory, {"quant_method": "modelopt", **config_of_kind}, change)
     if separate:
-        path = directory / "config.json"
-        config = json.loads(path.read_text())
-        del config["quantization_config"]
-        path.write_text(json.dumps(config))
-        (directory / "hf_quant_config.json").write_text(
-            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": config_of_kind})
-        )
+        edit_config(directory, lambda config: config.pop("quantization_config"))
+        content = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": config_of_kind}
+        (directory / "hf_quant_config.json").write_text(json.dumps(content))
     return directory, expected

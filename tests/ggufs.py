@@ -135,10 +135,12 @@ def write(
     name: str, path: Path, kind: Any, split: int = 0, tokens: str = "", more: dict[str, Any] | None = None,
     down: Any = None,
 ) -> Any:  # fmt: skip
-    """Write a GGUF; return the model whose weights are those that it stands for. Matrices of layers are of type `kind`
-    where their rows are whole blocks, the last ones of experts of type `down` if one is given. With `split`, tensors
-    are spread over files of as many. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``; `more` are other
-    fields of the metadata."""
+    """Write a GGUF; return the model whose weights are those that it stands for.
+
+    Matrices of layers are of type `kind` where their rows are whole blocks, the last ones of experts of type `down` if
+    one is given. With `split`, a file has as many tensors. `tokens` is the kind of a vocabulary, ``gpt2`` or ``llama``;
+    `more` are other fields of the metadata.
+    """
     arch, model_type, fields = MODELS[name]
     model = model_of(name)
     config, width = BASE | fields, gguf.GGML_QUANT_SIZES[kind][0]
@@ -156,19 +158,16 @@ def write(
             for part in parts_of(name, key, weight.clone(), names):
                 values = part.values.contiguous().numpy()
                 inside = values.ndim > 1 and "router" not in key and ".gate." not in key
-                whole = down if down is not None and "down_exps" in part.name else kind
-                chosen = whole if inside and values.shape[-1] % width == 0 and id(weight) not in tied else Kind.F32
+                wanted = down if down is not None and "down_exps" in part.name else kind
+                chosen = wanted if inside and values.shape[-1] % width == 0 and id(weight) not in tied else Kind.F32
                 data = stored(values, chosen, dice)
                 writer.add_tensor(part.name, data, raw_dtype=chosen)
                 made.append(part.back(torch.from_numpy(gguf.quants.dequantize(data, chosen).copy())))
-            if len(made) == 2:
-                dim = 2 if model_type == "gpt_oss" and made[0].dim() == 3 else 1
-                if model_type == "gpt_oss":
-                    made = [torch.stack(made, 2).flatten(1, 2)]
-                    made[0] = made[0].transpose(1, 2) if dim == 2 else made[0]
-                else:
-                    made = [torch.cat(made, 1)]
-            weight.copy_(made[0])
+            whole = made[0] if len(made) == 1 else torch.cat(made, 1)
+            if len(made) == 2 and model_type == "gpt_oss":
+                whole = torch.stack(made, 2).flatten(1, 2)
+                whole = whole.transpose(1, 2) if whole.dim() == 3 else whole
+            weight.copy_(whole)
     if name == "llama3":
         rotation = model.model.rotary_emb.inv_freq
         plain = 1 / config["rope_theta"] ** (torch.arange(0, config["head_dim"], 2) / config["head_dim"])

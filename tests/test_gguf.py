@@ -1,6 +1,7 @@
 """GGUF files: weights are those of the package gguf to the bit, text is that of transformers with these weights."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests import ggufs, smollm2  # noqa: E402
 from tests.command import zinfer  # noqa: E402
 from tests.ggufs import MODELS, Kind  # noqa: E402
 from tests.interpreter import interpreted  # noqa: E402
-from tests.test_parity import greedy, prompts  # noqa: E402
+from tests.test_parity import greedy, plan_of, prompts  # noqa: E402
 from tests.test_parity import load as load_engine  # noqa: E402
 from tools import random_gguf  # noqa: E402
 from zinfer.checkpoint import gguf as reader  # noqa: E402
@@ -30,13 +31,11 @@ from zinfer.checkpoint import tokenizer_files  # noqa: E402
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError  # noqa: E402
 from zinfer.checkpoint.resolve import resolve  # noqa: E402
 from zinfer.checkpoint.source import find  # noqa: E402
-from zinfer.core.case import Case, Workload  # noqa: E402
-from zinfer.core.model import ModelError  # noqa: E402
+from zinfer.core.model import ModelError, ModelSpec  # noqa: E402
 from zinfer.engine.quantization.dequantize import Codes, block_codes, expand  # noqa: E402
 from zinfer.engine.state import ModelState  # noqa: E402
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack  # noqa: E402
 from zinfer.generation.tokenizer import load_tokenizer  # noqa: E402
-from zinfer.plan.planner import make_plan  # noqa: E402
 from zinfer.plan.times import RATES, Timing  # noqa: E402
 from zinfer.system import machines  # noqa: E402
 
@@ -50,6 +49,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "m.gguf"
 
 
 def entries(path: Path, stored: bool = False) -> dict[str, Any]:
@@ -111,8 +115,8 @@ def test_the_kernel_unpacks_every_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
-def test_weights_are_those_of_the_package(name: str, kind: Any, tmp_path: Path) -> None:
-    check_weights(tmp_path / "m.gguf", ggufs.write(name, tmp_path / "m.gguf", kind))
+def test_weights_are_those_of_the_package(name: str, kind: Any, file: Path) -> None:
+    check_weights(file, ggufs.write(name, file, kind))
 
 
 def expected_text(model: Any) -> Tensor:
@@ -123,11 +127,11 @@ def expected_text(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
-def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) -> None:
+def test_text_is_that_of_transformers(number: int, name: str, file: Path) -> None:
     """Weights come from the file as they are stored, over the link."""
     kind = Kind.MXFP4 if name == "gpt-oss" else TYPES[number % len(TYPES)]
-    model, file = ggufs.write(name, tmp_path / "m.gguf", kind), tmp_path / "m.gguf"
-    engine = load_engine("stream", file, "cpu", tmp_path, weight_codec="lossless")
+    model = ggufs.write(name, file, kind)
+    engine = load_engine("stream", file, weight_codec="lossless")
     assert torch.equal(greedy(engine, LENGTHS), expected_text(model))
     spec, effective = engine.plan.model, engine.effective()
     if kind.name in reader.BLOCKS:
@@ -139,14 +143,13 @@ def test_text_is_that_of_transformers(number: int, name: str, tmp_path: Path) ->
     [("mixtral", "Q4_0", ""), ("qwen3moe", "Q8_0", ""), ("qwen3moe", "Q5_K", ""), ("mixtral", "Q4_K", "Q6_K"),
      ("qwen2moe", "Q4_1", "F16"), ("gpt-oss", "MXFP4", "")],
 )  # fmt: skip
-def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, down: str, tmp_path: Path) -> None:
+def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, down: str, file: Path) -> None:
     """Matrices of an expert may be of two types."""
     if name not in MODELS:
         pytest.skip("this version of transformers does not map it")
-    last = Kind[down] if down else None
-    expected = expected_text(ggufs.write(name, tmp_path / "m.gguf", Kind[kind], down=last))
+    expected = expected_text(ggufs.write(name, file, Kind[kind], down=Kind[down] if down else None))
     for experts in ("on-demand", "cpu"):
-        engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, weight_codec="lossless", experts=experts)
+        engine = load_engine("stream", file, weight_codec="lossless", experts=experts)
         assert torch.equal(greedy(engine, LENGTHS), expected)
         settings = engine.effective().settings
         on_cpu = float(str(settings.get("experts_on_cpu_per_step", 0)))
@@ -155,40 +158,36 @@ def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str,
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt-oss", "mixtral")])
-def test_the_configuration_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_the_configuration_is_that_of_transformers(name: str, file: Path) -> None:
     """Fields that transformers reads are taken; the model is the written one."""
-    model = ggufs.write(name, tmp_path / "m.gguf", Kind.F16, tokens="gpt2")
-    ours = dict(Checkpoint.open(tmp_path / "m.gguf").config)
-    theirs = load_gguf_checkpoint(str(tmp_path / "m.gguf"))["config"]
+    wanted = ggufs.write(name, file, Kind.F16, tokens="gpt2").config.to_dict()
+    ours, theirs = dict(Checkpoint.open(file).config), load_gguf_checkpoint(str(file))["config"]
     theirs.pop("_model_name_or_path")
     assert {key: ours[key] for key in theirs} == theirs
-    built = ModelState(resolve(str(tmp_path / "m.gguf")), "safetensors").model.config.to_dict()
-    wanted = model.config.to_dict()
+    built = ModelState(resolve(str(file)), "safetensors").model.config.to_dict()
     differing = {key for key in wanted if "token" not in key and wanted[key] != built.get(key)}
-    assert {key for key in differing if not key.endswith(("eps", "epsilon"))} <= {
-        "dtype", "initializer_range", "architectures"
-    }  # fmt: skip
+    other = {key for key in differing if not key.endswith(("eps", "epsilon"))}
+    assert other <= {"dtype", "initializer_range", "architectures"}
 
 
-def test_only_changed_weights_are_dense(tmp_path: Path) -> None:
+def test_only_changed_weights_are_dense(file: Path) -> None:
     """Queries and keys of Llama are put in order as codes."""
-    ggufs.write("llama", tmp_path / "llama.gguf", Kind.Q4_0)
-    loaded = entries(tmp_path / "llama.gguf", stored=True)
+    ggufs.write("llama", file, Kind.Q4_0)
+    loaded = entries(file, stored=True)
     coded = {name for name, value in loaded.items() if not isinstance(value, Tensor)}
     assert coded == {name for name in loaded if ".layers." in name and "norm" not in name}
     codes: Codes = loaded["model.layers.0.self_attn.q_proj.weight"][0]
     assert 8 * (codes.numbers.nbytes + codes.scales.nbytes) == 4.5 * 256 * 256
-    ggufs.write("qwen3moe", tmp_path / "moe.gguf", Kind.Q8_0)
-    loaded = entries(tmp_path / "moe.gguf", stored=True)
+    ggufs.write("qwen3moe", file, Kind.Q8_0)
+    loaded = entries(file, stored=True)
     assert len(loaded["model.layers.1.mlp.experts.gate_up_proj"]) == 8  # gate and up of four experts
 
 
 def test_files_in_parts_and_folders_are_read(tmp_path: Path) -> None:
-    whole = tmp_path / "whole" / "m.gguf"
-    whole.parent.mkdir()
+    whole, split = tmp_path / "whole" / "m.gguf", tmp_path / "split"
+    for folder in (whole.parent, split):
+        folder.mkdir()
     ggufs.write("qwen3", whole, Kind.Q8_0)
-    split = tmp_path / "split"
-    split.mkdir()
     model = ggufs.write("qwen3", split / "m.gguf", Kind.Q8_0, split=6)
     parts = sorted(split.iterdir())
     assert len(parts) > 2
@@ -205,17 +204,17 @@ def test_files_in_parts_and_folders_are_read(tmp_path: Path) -> None:
         resolve(str(parts[0]))
 
 
-def test_a_slice_has_the_first_layers(tmp_path: Path) -> None:
-    model = ggufs.write("gemma3", tmp_path / "m.gguf", Kind.Q8_0)
-    state = ModelState(resolve(str(tmp_path / "m.gguf"), "float32", layers=2), "safetensors")
+def test_a_slice_has_the_first_layers(file: Path) -> None:
+    model = ggufs.write("gemma3", file, Kind.Q8_0)
+    state = ModelState(resolve(str(file), "float32", layers=2), "safetensors")
     for name, tensor in state.load(torch.device("cpu")):
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_a_plan_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
+def test_a_plan_counts_the_bytes_of_the_file(file: Path, tmp_path: Path) -> None:
     for kind in (Kind.Q4_0, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K):
-        ggufs.write("llama", tmp_path / "m.gguf", kind)
-        spec = resolve(str(tmp_path / "m.gguf"))
+        ggufs.write("llama", file, kind)
+        spec = resolve(str(file))
         assert spec.dtype == "bfloat16"
         bits = BITS[kind.name] * reader.HELD.get(kind.name, 1)
         assert spec.stored_ratio == pytest.approx(bits / 16, rel=0.01)  # and norms
@@ -223,26 +222,23 @@ def test_a_plan_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_plan_counts_the_bytes_of_experts_that_the_cpu_reads(tmp_path: Path) -> None:
+def test_a_plan_counts_the_bytes_of_experts_that_the_cpu_reads(file: Path) -> None:
     """The last matrix has more bits than the others."""
-    ggufs.write("mixtral", tmp_path / "m.gguf", Kind.Q4_K, down=Kind.Q6_K)
-    spec, machine = resolve(str(tmp_path / "m.gguf")), machines.load("h100-80gb")
+    ggufs.write("mixtral", file, Kind.Q4_K, down=Kind.Q6_K)
+    spec, machine = resolve(str(file)), machines.load("h100-80gb")
     bits = (2 * BITS["Q4_K"] * reader.HELD["Q4_K"] + BITS["Q6_K"]) / 3
     assert spec.expert_ratio == pytest.approx(bits / 16)
-    case = Case(
-        model="m.gguf", engine="stream", offload="cpu", gpu_weights="0%", options=(("experts", "cpu"),),
-        workload=Workload(batch_size=1, input_len=64, output_len=8),
-    )  # fmt: skip
-    planned, full = (make_plan(case, each, machine) for each in (spec, spec.model_copy(update={"routed_ratio": 1.0})))
-    seconds = [Timing(each.placement, each.model, machine).cpu_experts_s(1) for each in (planned, full)]
+    options: dict[str, Any] = {"machine": machine, "gpu_weights": "0%", "experts": "cpu", "sizes": (1, 64, 8)}
+    plans = [plan_of(each, **options) for each in (spec, spec.model_copy(update={"routed_ratio": 1.0}))]
+    seconds = [Timing(each.placement, each.model, machine).cpu_experts_s(1) for each in plans]
     overhead = spec.num_layers * RATES.cpu_layer_s
     assert seconds[0] - overhead == pytest.approx((seconds[1] - overhead) * bits / 16)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.F32], ids=lambda kind: kind.name)
-def test_the_type_of_unquantised_weights_is_kept(kind: Any, tmp_path: Path) -> None:
-    ggufs.write("qwen2", tmp_path / "m.gguf", kind)
-    spec = resolve(str(tmp_path / "m.gguf"))
+def test_the_type_of_unquantised_weights_is_kept(kind: Any, file: Path) -> None:
+    ggufs.write("qwen2", file, kind)
+    spec = resolve(str(file))
     assert (spec.dtype, spec.stored_ratio) == (reader.VALUES[kind.name], 1)
 
 
@@ -281,10 +277,6 @@ def test_a_copy_in_another_format_is_refused(tmp_path: Path) -> None:
     assert "m.gguf is a GGUF: zinfer quantises checkpoints in safetensors" in done.stderr
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-4000])
-
-
 def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
     def change(file: Path) -> None:
         content = file.read_bytes()
@@ -295,7 +287,7 @@ def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut off": (cut, "is damaged or cut off"),
+    "cut off": (lambda file: os.truncate(file, file.stat().st_size - 4000), "is damaged or cut off"),
     "no GGUF": (lambda file: file.write_bytes(b"GGUF" + bytes(60)), "is damaged or cut off"),
     "empty": (lambda file: file.write_bytes(b""), "is damaged or cut off"),
     "another architecture": (
@@ -308,8 +300,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_cannot_be_read_is_named_in_a_line(damage: str, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
+def test_what_cannot_be_read_is_named_in_a_line(damage: str, file: Path) -> None:
     ggufs.write("qwen3", file, Kind.Q8_0)
     change, says = DAMAGE[damage]
     change(file)
@@ -319,44 +310,48 @@ def test_what_cannot_be_read_is_named_in_a_line(damage: str, tmp_path: Path) -> 
     assert str(file) in str(caught.value)
 
 
-def test_other_types_are_refused_with_the_list(tmp_path: Path) -> None:
-    ggufs.write("qwen2", tmp_path / "m.gguf", Kind.Q5_0)
+def test_other_types_dummy_weights_and_other_positions_are_refused(file: Path) -> None:
+    ggufs.write("qwen2", file, Kind.Q5_0)
     with pytest.raises(ModelError, match=r"as Q5_0: zinfer reads Q4_0, .*MXFP4, .*Q6_K, .*F16, BF16"):
-        resolve(str(tmp_path / "m.gguf"))
-
-
-def test_dummy_weights_and_other_positions_are_refused(tmp_path: Path) -> None:
-    ggufs.write("llama", tmp_path / "m.gguf", Kind.Q8_0)
+        resolve(str(file))
+    ggufs.write("llama", file, Kind.Q8_0)
     with pytest.raises(ModelError, match="leave out --load-format dummy"):
-        find(str(tmp_path / "m.gguf"), None, None, "dummy")
+        find(str(file), None, None, "dummy")
     with pytest.raises(ModelError, match="released quantised"):
-        resolve(str(tmp_path / "m.gguf"), weights="int4")
-    ggufs.write("llama3", tmp_path / "m.gguf", Kind.Q8_0, more={"rope.freq_base": 9e5})
+        resolve(str(file), weights="int4")
+    ggufs.write("llama3", file, Kind.Q8_0, more={"rope.freq_base": 9e5})
     with pytest.raises(ModelError, match="other factors than those of Llama 3"):
-        resolve(str(tmp_path / "m.gguf"))
+        resolve(str(file))
+
+
+def random_file(name: str, file: Path, kind: Any, **more: int) -> ModelSpec:
+    """Write a file of random blocks; return its model."""
+    fields = ggufs.BASE | MODELS[name][2] | {"rope_theta": 1e6} | more
+    config = AutoConfig.for_model(MODELS[name][1], **fields).to_dict() | {"dtype": "bfloat16", "rope_theta": 1e6}
+    file.with_name("config.json").write_text(json.dumps(config))
+    spec = resolve(str(file.with_name("config.json")))
+    random_gguf.write(spec, file, kind)
+    return spec
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "MXFP4"])
-def test_random_files_of_exact_shapes_are_read(kind: str, tmp_path: Path) -> None:
-    fields = ggufs.BASE | MODELS["qwen3moe"][2] | {"rope_theta": 1e6}
-    config = AutoConfig.for_model("qwen3_moe", **fields).to_dict() | {"dtype": "bfloat16", "rope_theta": 1e6}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    random_gguf.write(resolve(str(tmp_path / "config.json")), tmp_path / "m.gguf", Kind[kind])
-    spec = resolve(str(tmp_path / "m.gguf"))
-    assert spec.layers == resolve(str(tmp_path / "config.json")).layers
+def test_random_files_of_exact_shapes_are_read(kind: str, file: Path) -> None:
+    written = random_file("qwen3moe", file, Kind[kind])
+    spec = resolve(str(file))
+    assert spec.layers == written.layers
     bits = BITS[kind] * reader.HELD.get(kind, 1)
-    engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, "bfloat16", weight_codec="lossless")
+    engine = load_engine("stream", file, dtype="bfloat16", weight_codec="lossless")
     assert greedy(engine, LENGTHS).shape == (3, 12)
     wire = engine.effective().wire_bytes_per_step or 0
     dense = 0.1 if kind == "MXFP4" else 0  # all but experts
     assert bits / 16 <= wire / spec.streamed_bytes < bits / 16 + 0.03 + 2 * dense
-    weights = entries(tmp_path / "m.gguf")["model.layers.0.mlp.experts.gate_up_proj"]
+    weights = entries(file)["model.layers.0.mlp.experts.gate_up_proj"]
     assert abs(float(weights.mean())) < 0.2 * float(weights.std())
     assert 0.002 < float(weights.std()) < 0.1
 
 
 @pytest.mark.skipif("gpt-oss" not in MODELS, reason="transformers before 5.10")
-def test_routers_of_random_files_choose_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_of_random_files_choose_by_token(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even choices are 13 of 32 experts: 8 tokens choose 2 each."""
     chosen = list[int]()
     routed = modeling_gpt_oss.GptOssTopKRouter.forward
@@ -368,13 +363,9 @@ def test_routers_of_random_files_choose_by_token(tmp_path: Path, monkeypatch: py
         return outputs
 
     monkeypatch.setattr(modeling_gpt_oss.GptOssTopKRouter, "forward", watched)
-    fields = ggufs.BASE | MODELS["gpt-oss"][2] | {"num_local_experts": 32, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model("gpt_oss", **fields).to_dict() | {"dtype": "bfloat16", "rope_theta": 1e6}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    random_gguf.write(resolve(str(tmp_path / "config.json")), tmp_path / "m.gguf", Kind.MXFP4)
-    engine = load_engine("stream", tmp_path / "m.gguf", "cpu", tmp_path, "float32", experts="all")
-    greedy(engine, (1,) * 8, 1)
-    assert len(chosen) >= config["num_hidden_layers"]
+    spec = random_file("gpt-oss", file, Kind.MXFP4, num_local_experts=32)
+    greedy(load_engine("stream", file, experts="all"), (1,) * 8, 1)
+    assert len(chosen) >= spec.num_layers
     assert min(chosen) >= 9
 
 

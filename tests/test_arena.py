@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,10 +91,26 @@ def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
         PinnedArena(1 << 60, pin=False, grow=True)
 
 
+class Driver:
+    """CUDA's driver: the sizes locked at each address, and sizes that it refuses."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.locked, self.refused = dict[int, int](), list[int]()
+        self.cudaHostUnregister = self.locked.pop
+        patch.setattr("torch.cuda.cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
+        assert address % PAGE == 0
+        self.locked[address] = size
+        return 2 if size in self.refused else 0
+
+    def cudaGetErrorString(self, _code: int) -> str:
+        return "out of memory"
+
+
 @pytest.mark.parametrize(("size", "hint"), [(PAGE, False), (LOCK_LIMIT, True)])
 def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypatch: Patch) -> None:
-    driver = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaGetErrorString=lambda code: "out of memory")
-    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    Driver(monkeypatch).refused.append(size)
     monkeypatch.setattr(PinnedArena, "_touch", lambda *_: None)
     monkeypatch.setattr(pinned, "available_bytes", lambda: 1 << 40)
     with pytest.raises(MemoryError, match=r"page-lock .*\(out of memory\); .*--layers") as error:
@@ -105,46 +120,25 @@ def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypa
 
 
 def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: Patch) -> None:
-    locked: list[tuple[int, int]] = []
-
-    def register(address: int, size: int, _flags: int) -> int:
-        locked.append((address, size))
-        return 0
-
-    driver = SimpleNamespace(
-        cudaHostRegister=register,
-        cudaHostUnregister=lambda address: locked.remove((address, 3 * PAGE + 1)),
-    )
-    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    locked = Driver(monkeypatch).locked
     made = PinnedArena(8 * PAGE, pin=True, grow=True)
     made.allocate(PAGE)
     made.allocate(2 * PAGE + 1)
     assert not made.pinned
     made.seal()
     assert made.pinned
-    assert locked == [(made.memory.data_ptr(), 3 * PAGE + 1)]
+    assert locked == {made.memory.data_ptr(): 3 * PAGE + 1}
     made.close()
-    assert locked == []
+    assert locked == {}
     assert torch.numel(made.memory) == 0
     dropped = PinnedArena(3 * PAGE + 1, pin=True)
-    assert locked == [(dropped.memory.data_ptr(), 3 * PAGE + 1)]
+    assert locked == {dropped.memory.data_ptr(): 3 * PAGE + 1}
     del dropped
-    assert locked == []
+    assert locked == {}
 
 
 def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: Patch) -> None:
-    locked: dict[int, int] = {}
-    refused: list[int] = []
-
-    def register(address: int, size: int, _flags: int) -> int:
-        assert address % PAGE == 0
-        locked[address] = size
-        return 2 if size in refused else 0
-
-    driver = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=locked.pop, cudaGetErrorString=lambda _code: "out of memory"
-    )
-    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    driver = Driver(monkeypatch)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
     monkeypatch.setattr(pinned, "LOCKED_TOGETHER", 2 * PAGE)
@@ -154,12 +148,12 @@ def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: Patch) -> None
         made.allocate(size).fill_(size % 251)
         made.lock_taken()
     made.seal()
-    assert locked == {start: 2 * PAGE, start + 2 * PAGE: 2 * PAGE, start + 4 * PAGE: 7}
+    assert driver.locked == {start: 2 * PAGE, start + 2 * PAGE: 2 * PAGE, start + 4 * PAGE: 7}
     assert made.size == made.used == 4 * PAGE + 7
     assert made.memory[2 * PAGE : 3 * PAGE + 5].unique().tolist() == sorted({PAGE % 251, 5})
     made.close()
-    assert locked == {}
-    refused.append(2 * PAGE)
+    assert driver.locked == {}
+    driver.refused.append(2 * PAGE)
     made = PinnedArena(9 * PAGE, pin=True, grow=True)
     made.allocate(2 * PAGE)
     made.lock_taken()
@@ -200,10 +194,10 @@ def test_shared_memory_has_huge_pages_where_the_system_gives_them() -> None:
     assert _huge_bytes(other) == size, "the other processes map them as such, too"
     other.memory[size - 1] = 5
     assert int(arena.memory[size - 1]) == 5
-    for made in (arena, asked, other):
+    for made, descriptor in ((arena, file), (asked, plain)):
         made.close()
-    for descriptor in (file, plain):
         os.close(descriptor)
+    other.close()
 
 
 def test_a_shared_arena_is_one_copy_for_all_processes() -> None:

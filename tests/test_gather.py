@@ -78,12 +78,7 @@ def bench(
     rank_and_size=st.sampled_from([(0, 2), (1, 2), (0, 3), (2, 3)]),
     kept=st.sets(st.integers(0, 4)),
     passes=st.lists(
-        st.one_of(
-            st.tuples(st.integers(1, 3), st.integers(0, 2)),
-            st.sampled_from(["idle", "fails"]),
-        ),
-        min_size=1,
-        max_size=6,
+        st.tuples(st.integers(1, 3), st.integers(0, 2)) | st.sampled_from(["idle", "fails"]), min_size=1, max_size=6
     ),
 )
 def test_every_pass_has_the_same_gathers(

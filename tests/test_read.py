@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,7 +89,15 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
         assert all(same(tensor, TENSORS[name]) for name, tensor in tensors.items()), "a loan was overwritten"
 
 
-def test_who_stops_early_leaves_no_thread(readers: Readers, opened: Checkpoint, monkeypatch: Patch) -> None:
+def test_who_stops_early_leaves_no_thread(
+    readers: Readers, opened: Checkpoint, checkpoint: Checkpoints, monkeypatch: Patch
+) -> None:
+    """Also who loads weights and does not take them to the end."""
+    loading = ModelState(resolve.from_directory(checkpoint("llama")), "safetensors").load(torch.device("cpu"))
+    assert next(loading)
+    assert readers() != []
+    loading.close()
+    assert readers() == []
     real, count = read._read, []
 
     def slowly(*args: Any) -> None:
@@ -117,10 +126,7 @@ def test_a_file_that_shrinks_meanwhile_is_named(readers: Readers, opened: Checkp
 
 
 def test_a_disk_that_fails_is_an_error_of_the_reader(readers: Readers, opened: Checkpoint, monkeypatch: Patch) -> None:
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
         next(read_groups(opened, GROUPS))
     assert readers() == []
@@ -153,10 +159,7 @@ def test_the_revision_changes_with_any_matrix(checkpoint: Checkpoints, tmp_path:
     before = {Checkpoint.open(other).revision}
     for name, info in Checkpoint.open(other).tensors.items():
         with info.file.open("r+b") as file:
-            file.seek(info.start)
-            byte = file.read(1)
-            file.seek(info.start)
-            file.write(bytes([byte[0] ^ 1]))
+            os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, info.start)[0] ^ 1]), info.start)
         revision = Checkpoint.open(other).revision
         assert revision not in before, name
         before.add(revision)

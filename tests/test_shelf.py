@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,11 +24,10 @@ def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     loaded.close()
 
 
-class Bench:
+class Bench(NamedTuple):
     """Prefix caches of an engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    engine: Engine
 
     def size(self, positions: int) -> int:
         return self.engine.plan.model.kv_bytes(1, positions)
@@ -59,9 +58,8 @@ def bench(engine: Engine) -> Bench:
 
 def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench: Bench) -> None:
     cache = bench.cache()
-    bench.check(cache, TOKENS[:10], 0)
-    bench.check(cache, TOKENS[:20], 10)
-    bench.check(cache, TOKENS[:35], 20)
+    for length, cached in ((10, 0), (20, 10), (35, 20)):
+        bench.check(cache, TOKENS[:length], cached)
     assert cache.held == bench.size(35), "no position is there twice"
     bench.check(cache, TOKENS[:35], 34)
     bench.check(cache, [*TOKENS[:25], 5, 6, 7, 8], 25)

@@ -1,7 +1,9 @@
 """Decisions of the streamed engine, with fakes of its stores: rows, buffers, and what a failed load leaves."""
 
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,13 +38,9 @@ def admit(engine: FakeStream, rows: int) -> Any:
 
 def compute(engine: FakeStream, *batches: Any) -> None:
     """Compute the prompts, or else the next token, of micro-batches."""
-    counts = [1 if batch.length else 4 for batch in batches]
-    engine.forward(
-        [
-            Work(batch, torch.ones(batch.batch_size, count, dtype=torch.int64))
-            for batch, count in zip(batches, counts, strict=True)
-        ]
-    )
+    sizes = [(batch.batch_size, 1 if batch.length else 4) for batch in batches]
+    ids = (torch.ones(size, dtype=torch.int64) for size in sizes)
+    engine.forward([Work(batch, token_ids) for batch, token_ids in zip(batches, ids, strict=True)])
 
 
 def computed(engine: FakeStream, rows: int) -> Any:
@@ -105,12 +103,10 @@ def test_buffers_shrink_before_others_grow(checkpoint: Checkpoints, monkeypatch:
     monkeypatch.setattr(PrefetchRing, "resize", noted)
     sizes = ({"ring_depth": 6, "expert_buffers": 3, "cached_experts": 4}, {"ring_depth": 3, "expert_buffers": 9})
     for size in sizes:
-        engine.apply_placement(
-            engine.plan.placement.model_copy(update={"layer_chunks": 99, "cached_experts": 0, **size})
-        )
-    assert events == [
-        "ring 2", "experts 2 0", "ring 6", "experts 3 4", "ring 3", "experts 3 0", "ring 3", "experts 9 0",
-    ]  # fmt: skip
+        update = {"layer_chunks": 99, "cached_experts": 0, **size}
+        engine.apply_placement(engine.plan.placement.model_copy(update=update))
+    assert events[:4] == ["ring 2", "experts 2 0", "ring 6", "experts 3 4"]
+    assert events[4:] == ["ring 3", "experts 3 0", "ring 3", "experts 9 0"]
     computed(engine, 1)
     effective = engine.effective()
     assert effective.gpu_weight_bytes == engine._resident_bytes + 7
@@ -137,9 +133,7 @@ def test_a_load_that_fails_leaves_no_memory_and_no_file(
     """The last layer has NaN, or memory falls short after it."""
     directory, folder = tmp_path / "m", tmp_path / "scratch"
     folder.mkdir()
-    directory.mkdir()
-    for file in checkpoint("llama").iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(checkpoint("llama"), directory)
     opened = list[PinnedArena]()
 
     class Noted(PinnedArena):
@@ -154,18 +148,13 @@ def test_a_load_that_fails_leaves_no_memory_and_no_file(
     for module in ("load", "disk"):
         monkeypatch.setattr(f"zinfer.engine.stream.weights.{module}.PinnedArena", Noted)
     if moment == "a weight is NaN":
-        shard, tensors = next(
-            (file, tensors) for file in directory.glob("*.safetensors") if LAST in (tensors := load_file(file))
-        )
+        shards = {file: load_file(file) for file in directory.glob("*.safetensors")}
+        shard, tensors = next(item for item in shards.items() if LAST in item[1])
         tensors[LAST][3, 5] = float("nan")
         save_file(tensors, shard, {"format": "pt"})
     else:
-        monkeypatch.setattr(Stream, "_ready", lambda *_: _no_memory())
+        monkeypatch.setattr(Stream, "_ready", Mock(side_effect=MemoryError("host memory is too small")))
     with pytest.raises(Exception, match=r"holds NaN|too small"):
         load("stream", directory, offload, folder)
     assert not opened
     assert not list(folder.iterdir())
-
-
-def _no_memory() -> None:
-    raise MemoryError("host memory is too small")

@@ -133,7 +133,6 @@ def test_tokens_are_those_of_transformers(
     ],
 )
 def test_8_bits_are_what_the_record_says(name: str, kind: Kinds, monkeypatch: Patch) -> None:
-    """All keys and values are in 8 bits, with close logits."""
     monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)  # a row at a time
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)
     if name in STATES_ONLY:

@@ -104,7 +104,6 @@ def test_dummy_weights_of_a_format_are_spread_like_others(name: str, tmp_path: P
 
 
 def test_dummy_codes_in_fp8_are_coded_like_rounded_weights() -> None:
-    """Exponents of random codes vary like those of normal weights. The weights are rounded with scales for blocks."""
     config = Quantization({"quantization_config": FP8 | {"weight_block_size": [128, 128]}}, "bfloat16")
     matrix = config.weight(Matrix("up", 1024, 2048), "layers.0.up")
     assert matrix is not None
@@ -160,7 +159,6 @@ SMALL: dict[str, dict[str, Any]] = {  # entries of the catalogue -> widths of a 
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("kimi-k2", "minimax-m2"))) for name in SMALL]
 )
 def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monkeypatch: Patch) -> None:
-    """A cut of a released model streams offline. It has the first dense layers and some with experts."""
     entry = resolving._catalogue()[name]
     monkeypatch.setattr(resolving, "_catalogue", lambda: {name: entry | {"config": entry["config"] | SMALL[name]}})
     counted = shapes.packed(shapes.measured(name))

@@ -32,7 +32,7 @@ from zinfer.engine.state import Entry
 from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts.cpu import CpuExperts, Server
 from zinfer.engine.stream.layer_graphs import BY_LAYER
-from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, pack_experts
+from zinfer.engine.stream.weights.packed_experts import Experts, pack_experts
 from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
@@ -141,19 +141,10 @@ def made(
     module: nn.Module, name: str, size: tuple[int, int, int], dtype: torch.dtype, **other: Any
 ) -> tuple[CpuExperts, dict[str, Tensor]]:
     """Return packed experts of a format, ready to compute, and their values."""
-    packed, experts, (memory, values) = packed_in(module, name, size, dtype)
-    computed = CpuExperts(CPU, 33, **other)
-    computed.attach(0, packed, experts, memory)
-    return computed, values
-
-
-def packed_in(
-    module: nn.Module, name: str, size: tuple[int, int, int], dtype: torch.dtype
-) -> tuple[PackedExperts, Experts, tuple[Tensor, dict[str, Tensor]]]:
-    """Return packed experts of a format, their memory, and their values."""
     make, form = FORMATS[name]
     (count, hidden, inner), turned = size, bool(module.is_transposed)
-    tensors, coded, values, entries = {}, {}, dict[str, Tensor](), dict[str, Entry]()
+    tensors, coded = dict[str, Any](), dict[str, Any]()
+    values, entries = dict[str, Tensor](), dict[str, Entry]()
     for leaf, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
         shape = (columns, rows) if turned else (rows, columns)
         block = form.get("block", (1, 1))
@@ -165,20 +156,18 @@ def packed_in(
         if turned and columns % max(1, min(block[1], columns)):
             turned_form = form | {"block": (4, 1)}
         values[leaf], codes = make(count, *shape, dtype, **turned_form)
-        if codes:
-            coded[leaf] = codes
-        else:
-            tensors[leaf] = values[leaf]
+        (coded if codes else tensors)[leaf] = codes or values[leaf]
         entries[leaf] = Entry((leaf,), ((module, leaf),), torch.empty(count, *shape, dtype=dtype, device="meta"), 0)
         if module.has_bias:
             bias = torch.randn(count, rows, generator=torch.Generator().manual_seed(rows)).to(dtype)
             tensors[f"{leaf}_bias"] = values[f"{leaf}_bias"] = bias
-            entry = Entry((leaf,), ((module, leaf),), bias, 0)
-            entries[f"{leaf}_bias"] = entry
+            entries[f"{leaf}_bias"] = Entry((leaf,), ((module, leaf),), bias, 0)
     arena = PinnedArena(1 << 26, pin=False, grow=True)
     experts = Experts(module, entries, count)
     packed = pack_experts(experts, tensors, coded, arena, plain=True)
-    return packed, experts, (arena.memory, values)
+    computed = CpuExperts(CPU, 33, **other)
+    computed.attach(0, packed, experts, arena.memory)
+    return computed, values
 
 
 def call(tokens: int, hidden: int, count: int, dtype: torch.dtype, each: int = 3) -> tuple[Tensor, Tensor, Tensor]:

@@ -171,7 +171,6 @@ def test_a_lack_of_memory_leaves_an_engine_that_works(
 def test_coded_experts_give_the_logits_of_whole_layers(
     source: str, mixture: Kinds, tmp_path: Path, monkeypatch: Patch, queued: None
 ) -> None:
-    """Experts encoded one by one, and codes as released, are exact."""
     monkeypatch.setattr("zinfer.engine.stream.weights.codec.MIN_NUMEL", 1 << 12)
     monkeypatch.setattr("zinfer.engine.stream.weights.codec.BLOCK", 1 << 12)
     directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")

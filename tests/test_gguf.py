@@ -128,7 +128,6 @@ def expected_text(model: Any) -> Tensor:
 
 @pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
 def test_text_is_that_of_transformers(number: int, name: str, file: Path) -> None:
-    """Weights come from the file as they are stored, over the link."""
     kind = Kind.MXFP4 if name == "gpt-oss" else TYPES[number % len(TYPES)]
     model = ggufs.write(name, file, kind)
     engine = load_engine("stream", file, weight_codec="lossless")
@@ -144,7 +143,6 @@ def test_text_is_that_of_transformers(number: int, name: str, file: Path) -> Non
      ("qwen2moe", "Q4_1", "F16"), ("gpt-oss", "MXFP4", "")],
 )  # fmt: skip
 def test_experts_come_on_demand_or_are_computed_by_the_cpu(name: str, kind: str, down: str, file: Path) -> None:
-    """Matrices of an expert may be of two types."""
     if name not in MODELS:
         pytest.skip("this version of transformers does not map it")
     expected = expected_text(ggufs.write(name, file, Kind[kind], down=Kind[down] if down else None))

@@ -259,7 +259,6 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
 def test_drafts_leave_the_tokens_as_they_are(
     way: str, architecture: str, wrong: float, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """Rows advance by different lengths and discard wrong drafts."""
     engine = load_small(way, checkpoint(architecture), monkeypatch)
     rows = test_continuous.sequences(14, 3)
     expected = test_drafts.answers(engine, rows)
@@ -632,7 +631,6 @@ def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints) -> Non
 @two_gpus
 @pytest.mark.parametrize("way", test_team_ways.WAYS)
 def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Coded and released weights, resident layers, KV cache in host memory."""
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
     options = {"dtype": "bfloat16"} | options

@@ -161,8 +161,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """In all layers, or every other one of models with masks. These take a mask for each kind of layer; the window
-    moves to the front before one of four steps."""
+    """In all layers, or in every other one, with masks. The window moves to the front before one of four steps."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
     expected = kinds.expected(kind(name))
@@ -203,8 +202,7 @@ def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
 def test_steps_of_several_tokens_are_recorded(
     architecture: str, offload: Offload, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
-    """Verifying steps return logits of all tokens, catching-up steps the last. A model that gets a mask has graphs of
-    single tokens; layers whose weights cross the link have their own."""
+    """Verifying steps return logits of all tokens, others the last. A model with a mask has graphs of single tokens."""
     runs, several = [], architecture != "falcon"
     for option in ("off", "auto"):
         engine = load("stream", checkpoint(architecture), offload, tmp_path, cuda_graphs=option)
@@ -324,9 +322,8 @@ def test_graphs_that_are_of_no_use_are_given_up(
 def test_rounding_that_grows_in_a_model_is_no_difference(
     wrong: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """Static passes whose logits are a twentieth off. So they are where a token gets other experts in the last layer.
-    They are believed unless the passes see every other position only, or have other experts in each layer, or logits
-    that are not recorded so."""
+    """Static passes whose logits are a twentieth off, as where a token gets other experts in the last layer. They are
+    not believed if they see every other position only, have other experts in each layer, or record other logits."""
     tune(monkeypatch, may_differ=0.5, observed=2)  # the model has two layers, the batches three rows
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
     layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static
@@ -368,7 +365,6 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
 def test_wrong_keys_of_a_replay_are_taken_back(
     checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """A model that differs in static passes has corrupted the cache. It has written wrong keys."""
     real = graphs.StaticLayer.update
 
     def wrong(self: Any, key_states: Tensor, value_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,6 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkp
 
 
 def test_as_many_threads_attend_as_the_plan_says(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    """The number is restored when the batch is done."""
     directory, before = checkpoint("llama"), torch.get_num_threads()
     seen = Mock(wraps=cpu_kernel.attend)
     monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", seen)
@@ -236,7 +235,6 @@ class SharedPass:
 def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     architecture: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, in parts of a row or two. Padded and not, with rows on the device."""
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine = load("stream", checkpoint(architecture), "cpu", **options)
@@ -247,8 +245,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
 def test_rows_in_8_bits_share_a_forward_pass(
     architecture: str, device_rows: int, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
-    the model's type are freed before the next row's are made. Some rows may be in host memory."""
+    """A row's keys or values in the model's type are freed before the next row's are made."""
     quantized_rows = device_rows < 9
     if quantized_rows:
         keep_here(monkeypatch, device_rows)
@@ -284,7 +281,6 @@ def test_rows_in_8_bits_share_a_forward_pass(
 def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     architecture: str, storage: str, compiler: bool, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, padded and not, beside rows on the device."""
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.kv.cpu_kernel.library", lambda: None)
     keep_here(monkeypatch, 4)
@@ -300,7 +296,6 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
 
 
 def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
-    """Blocks of all sizes reuse free memory, however it was cut before."""
     pool = HostPool(pin=False)
     pool.reserve(1 << 20)
     assert pool.size == pool.unused == 1 << 20
@@ -332,7 +327,6 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
 def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
     checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """A scheduler that expects too many rows begins, then runs fewer. There is no memory for them."""
     engine: Any = load("stream", checkpoint("bloom"), "cpu", kv_offload="cpu", kv_attention="cpu")
 
     monkeypatch.setattr(HostPool, "reserve", Mock(side_effect=MemoryError("host memory is short")))
@@ -342,8 +336,7 @@ def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
 
 
 def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    """Requests in groups of many sizes, a third in host memory. They follow an equal batch. The scheduler holds them
-    with little more than the plan says, and rows on the device are never moved off it when they are merged."""
+    """Requests in groups of many sizes, a third in host memory. No row is moved off the device by a merge."""
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
     monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))

@@ -126,10 +126,7 @@ def parts_of(codes: Codes, count: int) -> list[Codes]:
 
 
 def values_of(form: Form) -> Tensor:
-    """Return the values that a form stands for, by its description alone.
-
-    They are float64, ``[.., N, K]``.
-    """
+    """Return the values that a form stands for, by its description alone: float64, ``[.., N, K]``."""
     bits = 8 if form.kind == "float8e4m3" else 4 if form.kind == "float4e2m1" else int(form.kind[-1])
     every = (form.weight[..., None] >> torch.arange(32) & 1).flatten(-2).unflatten(-1, (-1, bits))
     numbers = (every.long() << torch.arange(bits)).sum(-1)
@@ -159,10 +156,11 @@ def test_a_form_stands_for_the_values_of_its_codes(name: str, count: int) -> Non
     expected = expected.transpose(-1, -2) if form.transposed else expected
     assert form.transposed == ("inputs" in name)
     assert (form.experts, form.rows, form.columns) == (shape[0] if len(shape) == 3 else 0, *expected.shape[-2:])
-    equal = torch.equal(values_of(form).to(FP32).to(dtype), expected)
-    assert equal or error(values_of(form), expected) < (5e-3 if codes.minimums else 3e-3)
+    values = values_of(form)
+    equal = torch.equal(values.to(FP32).to(dtype), expected)
+    assert equal or error(values, expected) < (5e-3 if codes.minimums else 3e-3)
     if codes.minimums:  # the first group has no scale
-        assert error(values_of(form).flatten(0, -2)[0, :32], expected.flatten(0, -2)[0, :32]) < 2**-8
+        assert error(values.flatten(0, -2)[0, :32], expected.flatten(0, -2)[0, :32]) < 2**-8
 
 
 def test_each_expert_has_a_factor_of_its_own() -> None:
@@ -243,22 +241,19 @@ class Kernel:
         return self.factor * product()
 
 
-@pytest.fixture
-def kernel(monkeypatch: Patch) -> Kernel:
-    return replaced(monkeypatch)
-
-
 def replaced(patch: Patch) -> Kernel:
-    """Have torch multiply in place of humming-kernels.
-
-    It takes odd sizes and float32, too.
-    """
+    """Have torch multiply in place of humming-kernels, also odd sizes and float32."""
     double = Kernel()
     patch.setattr(low_bit, "cannot_run", lambda _device: None)
     patch.setattr(low_bit, "prepare", lambda form, dtype: Double(form, dtype, double))
     patch.setattr(low_bit, "UNIT_COLUMNS", 16)
     patch.setattr(low_bit, "TYPES", (*low_bit.TYPES, FP32))
     return double
+
+
+@pytest.fixture
+def kernel(monkeypatch: Patch) -> Kernel:
+    return replaced(monkeypatch)
 
 
 def load_or_unpack(reads: bool, *place: Any, **options: Any) -> Any:
@@ -423,7 +418,6 @@ def test_recorded_steps_compute_from_codes(made: Callable[[str], Path], kernel: 
 def test_a_recorded_layer_unpacks_what_its_call_unpacks(
     made: Callable[[str], Path], kernel: Kernel, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """Graphs of layers unpack the weights whose values are read."""
     expected = run(start(made("int4 groups"), "60%", kernel=False, cuda_graphs="off"))
     engine = start(made("int4 groups"), "60%")
     for layer in engine._layers:
@@ -450,7 +444,6 @@ def test_a_recorded_layer_unpacks_what_its_call_unpacks(
 
 
 def test_rows_with_their_cache_in_host_memory(made: Callable[[str], Path], kernel: Kernel, queued: None) -> None:
-    """Two calls of a layer in a pass."""
     tokens = list[Tensor]()
     for reads in (False, True):
         engine = start(made("int4 groups"), kernel=reads, kv_offload="auto", kv_attention="cpu", device_rows=1)
@@ -487,7 +480,6 @@ def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path]) -> None
 
 
 def test_an_engine_computes_experts_from_their_codes(by_kernel: Any) -> None:
-    """With the other kernels of experts, under Triton's interpreter."""
     _, calls, statuses, tokens, expected, beside = by_kernel
     assert calls > 0
     assert statuses == [["on", "on", None], ["no packed weights", "on", None], ["on", "on", 1]]

@@ -468,7 +468,6 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     sizes: list[int], depth: int, ring: int, passes: list[tuple[int, int]], kept: set[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
-    """Mixed passes, layers from disk and host memory, any ring size."""
     folder = tmp_path_factory.mktemp("layers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_module, "CHUNK_BYTES", 5000)

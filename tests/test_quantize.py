@@ -258,7 +258,6 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: P
 
 
 def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: Patch) -> None:
-    """One command makes the copies and measures their loss."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)

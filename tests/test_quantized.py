@@ -93,7 +93,6 @@ def test_checkpoints_of_modelopt(kind: str, separate: bool, tmp_path: Path) -> N
     [("stream", "cpu"), *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("accelerate", "deepspeed"))],
 )
 def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
-    """Tokens are those of a checkpoint with the dequantised weights."""
     directory = quantized.fp8(llama(tmp_path / "m"))
     plain = llama(tmp_path / "plain")
     for file in plain.glob("model*"):
@@ -196,7 +195,6 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
-    """Row chunks of codes unpack to the weights, bit for bit."""
     loaded = list(matrices(made(name)))
     assert loaded
     for entry, expected, several in loaded:
@@ -213,7 +211,6 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
 def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
     name: str, made: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
-    """Joined rows are unpacked to the same weights; FP8 ones are coded."""
     monkeypatch.setattr(lossless, "MIN_NUMEL", 0)
     monkeypatch.setattr(lossless, "BLOCK", 1024)
     monkeypatch.setattr(lossless, "MAX_ESCAPES", 1024 - 64)

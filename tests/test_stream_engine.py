@@ -130,7 +130,6 @@ def test_resident_layers_change_with_the_batch(gpu_bytes: int, resident: int, ch
 def test_a_load_that_fails_leaves_no_memory_and_no_file(
     offload: Offload, moment: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """The last layer has NaN, or memory falls short after it."""
     directory, folder = tmp_path / "m", tmp_path / "scratch"
     folder.mkdir()
     shutil.copytree(checkpoint("llama"), directory)

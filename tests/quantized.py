@@ -58,8 +58,8 @@ def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), fp4_exp
         return {name: codes, scale_of(name): scales if block else scales.reshape(1)}
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
-    config |= {"weight_block_size": block, "expert_dtype": "fp4" if fp4_experts else "fp8"}
-    return rewrite(directory, config, change)
+    sizes = {"weight_block_size": block, "expert_dtype": "fp4" if fp4_experts else "fp8"}
+    return rewrite(directory, config | sizes, change)
 
 
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}

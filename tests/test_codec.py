@@ -429,6 +429,7 @@ def main(path: Path) -> None:
         codes = replace(codes, numbers=guarded(codes.numbers.numel()).copy_(codes.numbers))
         out = guarded(2 * layout.numel).view(layout.dtype).fill_(torch.nan).view(layout.rows, layout.columns)
         powers = table(layout.scale_table, torch.device("cpu")) if layout.scale_table else None
+        assert layout.coded is not None
         launch_coded(codes, layout.coded, out, powers)
         results[name] = out.clone()
     torch.save(results, path)

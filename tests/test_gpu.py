@@ -134,8 +134,7 @@ def test_persistent_buffers_keep_the_values_of_their_layers(name: str, offload: 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_a_model_that_stays_can_have_its_cache_in_host_memory(architecture: str, checkpoint: Checkpoints) -> None:
-    directory = checkpoint(architecture)
-    check(load("stream", directory, "none", kv_offload="cpu"), directory)
+    check(load("stream", checkpoint(architecture), "none", kv_offload="cpu"), checkpoint(architecture))
 
 
 @pytest.mark.parametrize("device_rows", [0, 2])

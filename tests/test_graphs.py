@@ -275,6 +275,7 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
 ) -> None:
     engine: Any = load("stream", checkpoint("opt"), "none", tmp_path)
     seen, answers = list[tuple[Any, int]](), reference(checkpoint("opt"))
+    batch: Any
     for index in (0, 0, 0, 1):
         batch, logits = passes.prefill(engine, *prompts(BATCHES[index]), OUTPUT_LEN)
         tokens = [logits.argmax(-1)]

@@ -263,11 +263,9 @@ def normed_states(dtype: torch.dtype) -> list[Any]:
     results = []
     for shape in ((1, 1, 288), (3, 2, 64)):
         states, weight = drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype)
-        plain = rms_norm(states.double(), shape[-1:], eps=1e-5)
-        results += [
-            (normed(states, weight, 1e-5, False), plain * weight),
-            (normed(states.transpose(0, 1), weight, 1e-5, True), (plain.to(dtype) * weight).transpose(0, 1)),
-        ]
+        plain, turned = rms_norm(states.double(), shape[-1:], eps=1e-5), states.transpose(0, 1)
+        results.append((normed(states, weight, 1e-5, False), plain * weight))
+        results.append((normed(turned, weight, 1e-5, True), (plain.to(dtype) * weight).transpose(0, 1)))
     return results
 
 
@@ -346,8 +344,7 @@ def test_matrices_that_read_the_same_states_are_one_launch(dtype: torch.dtype, b
     # The second call of q follows one of another kind, without a bias.
     assert [launches for *_, launches in passes] == [(1,) * 6, (3, 1, 1, 1), (3, 1, 1, 1), ()]
     for expected, actual, _ in passes:
-        for result, wanted in zip(actual, expected, strict=True):
-            assert error(result, wanted) < BOUNDS[dtype] * 4
+        assert all(error(*both) < BOUNDS[dtype] * 4 for both in zip(actual, expected, strict=True))
 
 
 def test_the_kernels_compile_for_an_h100() -> None:

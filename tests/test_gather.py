@@ -62,11 +62,9 @@ def bench(
     queues = FakeQueues(skip_waits=skipped_wait)
     ranks = FakeRanks(rank, size, queues)
 
-    def make(
-        arena: PinnedArena, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
-    ) -> PrefetchRing:
+    def make(arena: PinnedArena, layers: list[PackedLayer], depth: int, *where: Any) -> PrefetchRing:
         ranks.knows(arena.memory, layers)
-        return GatherRing(MemorySource(arena, layers), depth, device, ranks, queues)  # type: ignore[arg-type]
+        return GatherRing(MemorySource(arena, layers), depth, where[0], ranks, where[1])  # type: ignore[arg-type]
 
     return GatherBench(sizes, depth, queues, patch, make), ranks
 

@@ -196,10 +196,14 @@ def test_a_fault_of_a_disk_is_one_line_and_never_text(
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
     with monkeypatch.context() as patch:
         reads(patch, instead)
-        for _ in range(2):
-            assert message in fault_of(lambda: greedy(engine, (4, 3)))
+        assert message in fault_of(lambda: greedy(engine, (4, 3)))
+        engine.clear()
+        assert message in fault_of(lambda: greedy(engine, (4, 3)))
+    engine.clear()
     first = greedy(engine, (4, 3))  # the drive is well again
+    engine.clear()
     assert torch.equal(greedy(engine, (4, 3)), first)
+    engine.clear()
     if fault != "other bytes come":  # what was checked once is not checked again while the file is the same
         with monkeypatch.context() as patch:
             reads(patch, instead)

@@ -632,11 +632,12 @@ def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints) -> Non
 def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
-    options = {"dtype": "bfloat16"} | options
+    by_cpu = options.get("kv_attention") == "cpu"
+    options = {"dtype": "float32" if by_cpu else "bfloat16"} | options
     single = load("stream", folder, "cpu", **options)
     team = load("stream", folder, "cpu", **options, gpus=2)
     for _ in range(TURNS):
-        test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
+        test_team_ways.check_alike(team, single, 1e-4 * by_cpu)
 
 
 @two_gpus

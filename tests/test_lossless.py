@@ -41,8 +41,9 @@ def swift(monkeypatch: Patch, tmp_path: Path) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Write a checkpoint of one file: a layer with two matrices and a norm, an embedding, and a float32 tensor."""
-    shapes = {"up": (1024, 512), "down": (512, 1024), "gate": (512, 512)}
-    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    shapes, dice = {"up": (1024, 512), "down": (512, 1024), "gate": (512, 512)}, torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(shape, generator=dice) * 0.02 for name, shape in shapes.items()}
+    tensors = {f"model.layers.0.{name}.weight": tensor for name, tensor in drawn.items()}
     tensors |= {"model.embed.weight": torch.ones(64, 64), "model.layers.0.norm.weight": torch.ones(1024)}
     tensors = {name: tensor if "gate" in name else tensor.bfloat16() for name, tensor in tensors.items()}
     tensors["model.layers.0.ids"] = torch.ones(4, 4, dtype=torch.int32)

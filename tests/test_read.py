@@ -17,8 +17,10 @@ from torch import Tensor
 
 from tests import PATIENCE_S, Checkpoints, Patch
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.engine import pinned, read
 from zinfer.engine.read import Group, read_groups
+from zinfer.engine.state import ModelState
 
 Readers = Callable[[], list[str]]
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
@@ -93,7 +95,7 @@ def test_who_stops_early_leaves_no_thread(
     readers: Readers, opened: Checkpoint, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     """Also who loads weights and does not take them to the end."""
-    loading = ModelState(resolve.from_directory(checkpoint("llama")), "safetensors").load(torch.device("cpu"))
+    loading = ModelState(from_directory(checkpoint("llama")), "safetensors").load(torch.device("cpu"))
     assert next(loading)
     assert readers() != []
     loading.close()

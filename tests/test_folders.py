@@ -6,23 +6,24 @@ import shutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import save_config
+from tests.checkpoints import once, save_config
 from tests.command import zinfer
 from tests.running import error, prefill
 from tests.test_parity import load, prompts
+from tests.test_state import stored
 from zinfer.checkpoint import gguf, quantization, resolve
 from zinfer.checkpoint.headers import INDEX, SINGLE, Checkpoint, CheckpointError
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError
 from zinfer.core.progress import NOTE
-from zinfer.engine.base import Engine
 from zinfer.engine.state import ModelState
 
 GPT: dict[str, dict[str, object]] = {
@@ -38,18 +39,7 @@ SCORE = {"score.weight": torch.ones(2, 64)}
 @pytest.fixture(scope="module")
 def gpts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that makes the checkpoint of one of `GPT`, once."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = save_config(tmp_path_factory.mktemp(kind), kind, **{"num_hidden_layers": 3, **GPT[kind]})
-        return made[kind]
-
-    return get
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    return once(tmp_path_factory, lambda kind, path: save_config(path, kind, **{"num_hidden_layers": 3, **GPT[kind]}))
 
 
 def with_tensors(source: Path, folder: Path, extra: Mapping[str, Tensor], renamed: str = "") -> Path:
@@ -62,24 +52,21 @@ def with_tensors(source: Path, folder: Path, extra: Mapping[str, Tensor], rename
 
 def masks(names: str, layers: int) -> dict[str, Tensor]:
     """Return the masks that old checkpoints hold, in each layer."""
-    every = dict[str, Tensor]()
-    for layer in range(layers):
-        every[f"{names.format(layer)}.bias"] = MASK.clone()
-        every[f"{names.format(layer)}.masked_bias"] = torch.tensor(-1e9)
-    return every
-
-
-def logits(loaded: Engine) -> Tensor:
-    """Return the logits of one prompt, and close the engine."""
-    return prefill(loaded, *prompts((9,)))
+    parts = {"bias": MASK, "masked_bias": torch.tensor(-1e9)}
+    return {f"{names.format(nth)}.{part}": mask.clone() for nth in range(layers) for part, mask in parts.items()}
 
 
 def theirs(folder: Path) -> Tensor:
-    """Return the logits of the same prompt by transformers' model."""
+    """Return the logits of one prompt by transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits: Tensor = model(prompts((9,))[0]).logits[:, -1]
     return logits
+
+
+def error_of(folder: Path, expected: Tensor) -> float:
+    """Return the error of our logits of the same prompt."""
+    return error(prefill(load("stream", folder, "cpu"), *prompts((9,))), expected)
 
 
 def description(folder: Path) -> list[str]:
@@ -110,7 +97,7 @@ def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str],
     folder = with_tensors(source, tmp_path / "copy", extra, renamed)
     lines = description(folder)
     assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
-    assert error(logits(load("stream", folder, "cpu")), theirs(folder)) < 1e-5
+    assert error_of(folder, theirs(folder)) < 1e-5
     assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
 
 
@@ -141,21 +128,17 @@ def test_surplus_tensors_that_would_change_the_text_are_refused(
 def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoint(
     gpts: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    source, words = gpts("gpt2"), ("--offload", "cpu", "--output-len", "3", "--prompt", "ab")
-    done = zinfer(tmp_path, "run", "--model", str(with_tensors(source, tmp_path / "head", HEAD)), *words)
+    source, surplus = gpts("gpt2"), {"transformer.h.0.attn.scale.weight": torch.ones(1)}
+    done = run(tmp_path, with_tensors(source, tmp_path / "head", HEAD))
     assert (done.returncode, done.stderr.count("left out v_head")) == (0, 1), done.stderr
-    faulty = {
-        "surplus": with_tensors(source, tmp_path / "surplus", {"transformer.h.0.attn.scale.weight": torch.ones(1)}),
-        "missing": with_tensors(source, tmp_path / "missing", {}),
-        "tokenizer": with_tensors(source, tmp_path / "tokenizer", {}),
-    }
-    weights = stored(faulty["missing"])
+    faulty = [with_tensors(source, tmp_path / f"faulty{nth}", extra) for nth, extra in enumerate((surplus, {}, {}))]
+    weights = stored(faulty[1])
     del weights["transformer.wpe.weight"]
-    save_file(weights, faulty["missing"] / "model.safetensors")
-    (faulty["tokenizer"] / "tokenizer.json").write_text("{")
-    for name, folder in faulty.items():
-        done = zinfer(tmp_path, "run", "--model", str(folder), *words)
-        assert done.returncode == 2, (name, done.stderr)
+    save_file(weights, faulty[1] / SINGLE)
+    (faulty[2] / "tokenizer.json").write_text("{")
+    for folder in faulty:
+        done = run(tmp_path, folder)
+        assert done.returncode == 2, (folder, done.stderr)
         assert len(done.stderr.strip().splitlines()[-1]) < 400
 
 
@@ -169,32 +152,31 @@ def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str]
     line = f"{folder} holds several sources of weights: {{}} is read, as transformers does, and {{}} is not"
     assert description(folder) == [line.format(SINGLE, INDEX)]
     whole = theirs(folder)
-    assert error(logits(load("stream", folder, "cpu")), whole) < 1e-5
+    assert error_of(folder, whole) < 1e-5
     assert error(theirs(source), whole) > 1e-2
     save_file(changed, folder / "own.safetensors", {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.safetensors"}))
+    changed_config(folder, transformers_weights="own.safetensors")
     assert description(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
     assert error(theirs(folder), whole) == 0
-    assert error(logits(load("stream", folder, "cpu")), whole) < 1e-5
+    assert error_of(folder, whole) < 1e-5
 
 
 def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
     (folder / SINGLE).symlink_to("gone")
-    assert error(logits(load("stream", folder, "cpu")), theirs(folder)) < 1e-5
+    assert error_of(folder, theirs(folder)) < 1e-5
     assert len(description(folder)) == 1
 
 
 @pytest.mark.parametrize("named", ["../own.safetensors", "gone.safetensors", "weights.bin", "", 3, ["own.safetensors"]])
 def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "named"))
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": named}))
+    changed_config(folder, transformers_weights=named)
     with pytest.raises(CheckpointError):
         Checkpoint.open(folder)
 
 
+QUIP = {"quant_method": "quip"}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 1000000\n"
 
 
@@ -204,16 +186,23 @@ def changed_config(folder: Path, **fields: object) -> None:
     path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
 
 
+def run(here: Path, folder: Path) -> CompletedProcess[str]:
+    return zinfer(here, *f"run --model {folder} --offload cpu --output-len 3 --prompt ab".split())
+
+
 def adapter(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != "tokenizer.json":
-            path.unlink()
+    for path in {*folder.iterdir()} - {folder / "tokenizer.json"}:
+        path.unlink()
     adapter_beside_a_model(folder)
 
 
 def adapter_beside_a_model(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
     save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def pointer(file: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(POINTER)
 
 
 def transforms(field: str) -> Callable[[Path], None]:
@@ -225,23 +214,15 @@ def transforms(field: str) -> Callable[[Path], None]:
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "adapter": (adapter, "an adapter .* merge it"),
     "adapter beside a model": (adapter_beside_a_model, "an adapter .* merge it"),
-    "weights of Git LFS": (lambda folder: (folder / SINGLE).write_text(POINTER), "Git LFS pointer.*git lfs pull"),
-    "configuration of Git LFS": (
-        lambda folder: (folder / "config.json").write_text(POINTER), "config.json is a Git LFS pointer.*git lfs pull"
-    ),
-    "tokenizer of Git LFS": (
-        lambda folder: (folder / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"
-    ),
-    "chat template of Git LFS": (
-        lambda folder: (folder / "chat_template.jinja").write_text(POINTER), "template.jinja is a Git LFS pointer"
-    ),
+    "weights of Git LFS": (pointer(SINGLE), "Git LFS pointer.*git lfs pull"),
+    "configuration of Git LFS": (pointer("config.json"), "config.json is a Git LFS pointer.*git lfs pull"),
+    "tokenizer of Git LFS": (pointer("tokenizer.json"), "tokenizer.json is a Git LFS pointer"),
+    "chat template of Git LFS": (pointer("chat_template.jinja"), "template.jinja is a Git LFS pointer"),
     "no model_type": (lambda folder: changed_config(folder, model_type=None), "has no model_type"),
-    "QuIP": (
-        lambda folder: changed_config(folder, quantization_config={"quant_method": "quip"}), "quantised by 'quip'"
-    ),
+    "QuIP": (lambda folder: changed_config(folder, quantization_config=QUIP), "quantised by 'quip'"),
     "transforms": (transforms("transform_config"), "transformed .* take another version"),
     "SpinQuant": (transforms("spinquant"), "transformed .* take another version"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,8 +230,7 @@ def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Callable[[str],
     change, says = KINDS[kind]
     folder = with_tensors(gpts("gpt2"), tmp_path / "model", {})
     change(folder)
-    words = ("run", "--model", str(folder), "--offload", "cpu", "--output-len", "3", "--prompt", "ab")
-    done = zinfer(tmp_path, *words)
+    done = run(tmp_path, folder)
     assert done.returncode == 2, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("Error: ")
@@ -274,6 +254,5 @@ def test_the_package_that_reads_a_gguf_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_a_configuration_without_transforms_is_read() -> None:
     quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
-    every: list[object] = [{}, {"config_groups": {}}, None]
-    for empty in every:
+    for empty in ({}, {"config_groups": {}}, None):
         assert quantization.settings_of({"quantization_config": quantized | {"transform_config": empty}}) is not None

@@ -15,36 +15,23 @@ from tests import PATIENCE_S, mentions
 from zinfer.core.errors import ENVIRONMENT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LLAMA = {
-    "model_type": "llama",
-    "torch_dtype": "float16",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+ROPE = {"rope_type": "linear", "factor": 2.0}
+SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+LLAMA = SHAPE | {"model_type": "llama", "torch_dtype": "float16", "rope_scaling": ROPE}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SURPLUS = {"modeling.py": "code", "consolidated.safetensors": "weights once more", "original/params.json": "{}"}
+CONFIGS = {
+    "good": LLAMA,
+    "pickled": LLAMA,
+    "remote-code": LLAMA | {"model_type": "novel", "auto_map": {"AutoConfig": "x.C"}},
+    "quantised": LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}},
+    "vision": {"model_type": "clip"},
 }
-REPOSITORIES = {
-    "owner/good": {
-        "config.json": json.dumps(LLAMA),
-        "tokenizer.json": "{}",
-        "model.safetensors": "weights",
-        "pytorch_model.bin": "pickle",
-        "modeling.py": "code",
-        "consolidated.safetensors": "weights once more",
-        "original/params.json": "{}",
-    },
-    "owner/pickled": {"config.json": json.dumps(LLAMA), "pytorch_model.bin": "pickle"},
-    "owner/empty": {"README.md": ""},
-    "owner/remote-code": {
-        "config.json": json.dumps(LLAMA | {"model_type": "novel", "auto_map": {"AutoConfig": "x.C"}})
-    },
-    "owner/quantised": {"config.json": json.dumps(LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}})},
-    "owner/broken": {"config.json": "{"},
-    "owner/vision": {"config.json": json.dumps({"model_type": "clip"})},
-}
+REPOSITORIES = {f"owner/{name}": {"config.json": json.dumps(config)} for name, config in CONFIGS.items()}
+REPOSITORIES["owner/good"] |= {"tokenizer.json": "{}", "model.safetensors": "weights"} | SURPLUS
+REPOSITORIES |= {"owner/empty": {"README.md": ""}, "owner/broken": {"config.json": "{"}}
+for name in ("good", "pickled"):
+    REPOSITORIES[f"owner/{name}"]["pytorch_model.bin"] = "pickle"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -62,15 +49,15 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(403 if code == "GatedRepo" else 404, b"", {"X-Error-Code": code}, body)
         if rest[:1] == ["resolve"]:
             content = files.get("/".join(rest[2:]))
-            if content is None:
-                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body)
-            etag = f'"{abs(hash(content)):032x}"'
-            return self.answer(200, content.encode(), {"ETag": etag, "X-Repo-Commit": COMMIT}, body)
+            found = (
+                {"ETag": f'"{abs(hash(content)):032x}"'} if content is not None else {"X-Error-Code": "EntryNotFound"}
+            )
+            status = 200 if content is not None else 404
+            return self.answer(status, (content or "").encode(), found | {"X-Repo-Commit": COMMIT}, body)
+        listing: object = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
         if rest[:1] == ["tree"]:
             listing = [{"type": "file", "path": file, "size": len(text), "oid": COMMIT} for file, text in files.items()]
-            return self.answer(200, json.dumps(listing).encode(), {}, body)
-        siblings = [{"rfilename": file} for file in files]
-        return self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), {}, body)
+        return self.answer(200, json.dumps(listing).encode(), {}, body)
 
     def do_HEAD(self) -> None:
         self.do_GET(body=False)
@@ -168,7 +155,7 @@ def test_a_spec_needs_the_configuration_only(tmp_path: Path, hub: str) -> None:
     (answer,) = ask(tmp_path, f"{fields}(resolve('owner/good'))", HF_ENDPOINT=hub)
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64
     total = 2 * layer + 2 * 320 * 64 + 64
-    assert answer == str((total, (layer, layer), "float16", "owner/good", {"rope_type": "linear", "factor": 2.0}))
+    assert answer == str((total, (layer, layer), "float16", "owner/good", ROPE))
     assert all("/resolve/" not in path or path.endswith("/config.json") for path in Hub.asked)
 
 

@@ -7,28 +7,29 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import zinfer
-from tests import PATIENCE_S
+from tests import PATIENCE_S, Checkpoints, Patch
 from tests.command import probed
 from tests.command import zinfer as command
 from tests.inline_worker import InlineWorker
 from tests.test_serve import Reference
+from zinfer import SamplingParams as Params
 from zinfer.core.errors import ZinferError
 from zinfer.engine import EngineError
 from zinfer.record.store import Store
 from zinfer.worker.process import WorkerError
 
-Checkpoints = Callable[..., Path]
 PROMPTS = ["Once upon a time", "ab", "etaoin shrdlu"]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ 'x' * (more or 0) }}"
 SLOW: dict[str, Any] = {"offload": "cpu", "dtype": "float32"}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: Patch) -> Path:
     probed(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
@@ -52,7 +53,7 @@ def test_importing_the_package_is_light() -> None:
 
 def test_texts_are_those_of_transformers(llm: zinfer.LLM, checkpoint: Checkpoints) -> None:
     reference = Reference(checkpoint("llama"))
-    greedy = zinfer.SamplingParams(temperature=0, max_tokens=12)
+    greedy = Params(temperature=0, max_tokens=12)
     prompts: list[Any] = [*PROMPTS, reference.ids("No")]
     every = llm.generate(prompts, greedy)
     assert [output.prompt for output in every] == prompts
@@ -61,15 +62,14 @@ def test_texts_are_those_of_transformers(llm: zinfer.LLM, checkpoint: Checkpoint
         (answer,) = output.outputs
         assert (answer.token_ids, answer.text) == (expected, reference.text(expected))
         assert answer.finish_reason == ("length" if len(expected) == 12 else "stop")
-    (one,) = llm.generate(PROMPTS[0], greedy)
-    assert one == every[0]
+    assert llm.generate(PROMPTS[0], greedy) == every[:1]
     pieces: dict[int, str] = {}
     for delta in llm.stream(PROMPTS, greedy):
         pieces[delta.prompt] = pieces.get(delta.prompt, "") + delta.text
     assert [pieces[number] for number in range(3)] == [output.outputs[0].text for output in every[:3]]
-    left = llm.stream("ab", zinfer.SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    left = llm.stream("ab", Params(temperature=0, max_tokens=500, ignore_eos=True))
     assert next(left).prompt == 0
-    assert llm.generate(PROMPTS[0], greedy)[0] == one, "an iterator that was left behind changes nothing"
+    assert llm.generate(PROMPTS[0], greedy) == every[:1], "an iterator that was left behind changes nothing"
     with pytest.raises(ZinferError, match="another call has ended this one"):
         next(left)
     assert not llm.generate([])
@@ -78,44 +78,43 @@ def test_texts_are_those_of_transformers(llm: zinfer.LLM, checkpoint: Checkpoint
 
 def test_parameters_are_those_of_a_request(llm: zinfer.LLM) -> None:
     params = [
-        zinfer.SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True, logprobs=2),
-        zinfer.SamplingParams(logit_bias={70: 100}, temperature=0, max_tokens=4, stop_token_ids=[70], min_tokens=2),
-        zinfer.SamplingParams(temperature=0, max_tokens=9, stop="<"),
+        Params(n=3, seed=5, max_tokens=6, ignore_eos=True, logprobs=2),
+        Params(logit_bias={70: 100}, temperature=0, max_tokens=4, stop_token_ids=[70], min_tokens=2),
+        Params(temperature=0, max_tokens=9, stop="<"),
     ]
     drawn, biased, stopped = llm.generate(PROMPTS, params)
     assert [answer.index for answer in drawn.outputs] == [0, 1, 2]
     assert len({answer.text for answer in drawn.outputs}) == 3
     assert all(len(answer.logprobs) == 6 and len(answer.logprobs[0].top) == 2 for answer in drawn.outputs)
-    again, *_ = llm.generate(PROMPTS, params)
-    assert again == drawn
+    assert llm.generate(PROMPTS, params)[0] == drawn
     assert (biased.outputs[0].finish_reason, len(biased.outputs[0].token_ids)) == ("stop", 2)
     assert "<" not in stopped.outputs[0].text
     assert {delta.output for delta in llm.stream("ab", params[0])} == {0, 1, 2}
-    free = zinfer.SamplingParams(max_tokens=20, ignore_eos=True)
+    free = Params(max_tokens=20, ignore_eos=True)
     assert llm.generate("ab", free) != llm.generate("ab", free), "another seed each time"
 
 
 def test_chats_are_rendered(llm: zinfer.LLM, checkpoint: Checkpoints) -> None:
     reference = Reference(checkpoint("llama"))
-    greedy = zinfer.SamplingParams(temperature=0, max_tokens=5, logprobs=1)
+    greedy = Params(temperature=0, max_tokens=5, logprobs=1)
     talk = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(talk, greedy)
-    assert one.prompt_token_ids == reference.tokenizer("[user]hi", add_special_tokens=False).input_ids
     longer, _ = llm.chat([talk, [*talk, *talk]], greedy, chat_template_kwargs={"more": 3})
-    assert longer.prompt_token_ids == reference.tokenizer("[user]hixxx", add_special_tokens=False).input_ids
+    for output, text in ((one, "[user]hi"), (longer, "[user]hixxx")):
+        assert output.prompt_token_ids == reference.tokenizer(text, add_special_tokens=False).input_ids
     assert "".join(delta.text for delta in llm.stream(talk, greedy)) == one.outputs[0].text
     assert len(one.outputs[0].logprobs) == 5
 
 
 def test_mistakes_are_errors_of_a_line(llm: zinfer.LLM, checkpoint: Checkpoints) -> None:
-    params, mixed = zinfer.SamplingParams, list[Any](["ab", [10**6]])
+    mixed = list[Any](["ab", [10**6]])
     wrong: dict[Callable[[], Any], str] = {
-        (lambda: params(top_p=2)): "top_p must be a number from 0 to 1",
-        (lambda: params(max_tokens=0)): "max_tokens must be a whole number",
-        (lambda: llm.generate("ab", params(stop_token_ids=[10**6]))): "stop_token_ids has token 1000000",
+        (lambda: Params(top_p=2)): "top_p must be a number from 0 to 1",
+        (lambda: Params(max_tokens=0)): "max_tokens must be a whole number",
+        (lambda: llm.generate("ab", Params(stop_token_ids=[10**6]))): "stop_token_ids has token 1000000",
         (lambda: llm.generate(mixed)): "prompt has token 1000000",
-        (lambda: llm.generate("ab", [params(), params()])): "1 prompts and 2 sampling_params",
-        (lambda: llm.generate("ab", params(max_tokens=10**6))): "exceed the model's",
+        (lambda: llm.generate("ab", [Params(), Params()])): "1 prompts and 2 sampling_params",
+        (lambda: llm.generate("ab", Params(max_tokens=10**6))): "exceed the model's",
         (lambda: llm.generate("")): "no tokens",
         (lambda: llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs={"no": 1})): "no setting 'no'",
         (lambda: zinfer.LLM(checkpoint("llama"), offload="gpu")): "'gpu' is not one of",
@@ -132,9 +131,7 @@ def test_mistakes_are_errors_of_a_line(llm: zinfer.LLM, checkpoint: Checkpoints)
     assert llm.generate("ab")[0].outputs[0].text
 
 
-def test_a_worker_that_fails_is_loaded_again(
-    here: Path, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_fails_is_loaded_again(here: Path, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     made: list[InlineWorker] = []
 
     def make(*words: Any, **settings: Any) -> InlineWorker:
@@ -143,20 +140,14 @@ def test_a_worker_that_fails_is_loaded_again(
 
     monkeypatch.setattr("zinfer.worker.process.Worker", make)
     with zinfer.LLM(checkpoint("llama"), **SLOW) as llm:
-        first = llm.generate("ab", zinfer.SamplingParams(temperature=0))
-        ask = made[0].ask
-        monkeypatch.setattr(made[0], "ask", lambda _command: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate("ab")
-        monkeypatch.setattr(made[0], "ask", ask)
-        assert llm.generate("ab", zinfer.SamplingParams(temperature=0)) == first
-        assert len(made) == 2
-        monkeypatch.setattr(
-            made[1], "ask", lambda _command: (_ for _ in ()).throw(WorkerError("crashed", "gone"))
-        )  # fmt: skip
-        with pytest.raises(WorkerError, match="gone"):
-            llm.generate("ab")
-        assert llm.generate("ab", zinfer.SamplingParams(temperature=0)) == first
+        first = llm.generate("ab", greedy := Params(temperature=0))
+        for error in (KeyboardInterrupt(), WorkerError("crashed", "gone")):
+            with monkeypatch.context() as patch:
+                patch.setattr(made[-1], "ask", Mock(side_effect=error))
+                with pytest.raises(type(error)) as raised:
+                    llm.generate("ab")
+            assert raised.value is error
+            assert llm.generate("ab", greedy) == first
         assert len(made) == 3
     with pytest.raises(EngineError, match="no engine is loaded"):
         made[-1].session.engine  # noqa: B018
@@ -165,8 +156,8 @@ def test_a_worker_that_fails_is_loaded_again(
 def test_plans_are_those_of_the_command(here: Path) -> None:
     machines = ["h100-80gb", "l40s"]
     plans = zinfer.plan("bloom-176b", machine=machines, offload="cpu", batch_size=8, calibrate=True)
-    words = ["--model", "bloom-176b", "--machine", ",".join(machines), "--offload", "cpu", "--batch-size", "8"]
-    printed = json.loads(command(here, "plan", *words, "--calibrate", "--json").stdout)
+    words = "plan --model bloom-176b --machine h100-80gb,l40s --offload cpu --batch-size 8 --calibrate --json"
+    printed = json.loads(command(here, *words.split()).stdout)
     assert [plan.machine.name for plan in plans] == machines
     assert [plan.expected()[1] for plan in plans] == [row["step_s"] for row in printed]
     assert all(plan.efficiency is not None for plan in plans)
@@ -188,9 +179,7 @@ def test_a_sweep_yields_each_point_once_it_is_on_disk(here: Path, checkpoint: Ch
     points = [*zinfer.sweep(model, **how, resume=True)]
     found = zinfer.results("r.jsonl")
     assert points == found.points
-    assert [(point.case.engine, point.case.workload.batch_size) for point in found.points] == [
-        ("stream", 1), ("stream", 2), ("accelerate", 1), ("accelerate", 2)
-    ]  # fmt: skip
+    assert [point.case.engine for point in found.points] == ["stream"] * 2 + ["accelerate"] * 2
     assert [row["batch_size"] for row in found.rows()] == [1, 2, 1, 2]
     exported = json.loads(command(here, "export", "r.jsonl", "--format", "json").stdout)
     assert [row | {"file": "r.jsonl"} for row in found.rows()] == exported
@@ -203,20 +192,15 @@ def test_a_sweep_yields_each_point_once_it_is_on_disk(here: Path, checkpoint: Ch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+def run_example(name: str, monkeypatch: Patch, *words: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *words])
     runpy.run_path(str(EXAMPLES / name))
 
 
-@pytest.fixture
-def model(here: Path, checkpoint: Checkpoints) -> str:
-    """Return a checkpoint that generates quickly, in 32 bits."""
-    return str(checkpoint("llama"))
-
-
 def test_the_examples_run(
-    here: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, checkpoint: Checkpoints, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = str(checkpoint("llama"))
     run_example("choose_machine.py", monkeypatch, "bloom-7b1")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-2:]] == ["fastest:", "cheapest:"]
@@ -231,9 +215,9 @@ def test_the_examples_run(
     assert "stream" in (here / "curve.svg").read_text()
 
 
-def test_the_notebook_runs(here: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(here: Path, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     """Each cell of code, in its order."""
-    monkeypatch.setenv("MODEL", model)
+    monkeypatch.setenv("MODEL", str(checkpoint("llama")))
     book = json.loads((EXAMPLES / "zinfer.ipynb").read_text())
     assert (book["nbformat"], {cell["cell_type"] for cell in book["cells"]}) == (4, {"code", "markdown"})
     names: dict[str, Any] = {}

@@ -21,21 +21,22 @@ from zinfer.plan.planner import Plan, Planner, make_plan
 from zinfer.plan.times import LIMITS, RATES, Efficiency, Times, Timing, shipped
 from zinfer.system import machines
 
-BLOOM = resolve.resolve("bloom-176b", None, None)
-INT4 = resolve.resolve("bloom-176b", None, None, "int4")
+BLOOM = resolve.resolve("bloom-176b")
+INT4 = resolve.resolve("bloom-176b", weights="int4")
 # Without sources and a name no peaks are known, so that limits are those of the figures below.
 H100 = machines.load("h100-80gb").model_copy(
     update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
 )
-PLAIN = (("kv_offload", "none"), ("weight_codec", "none"))
+PLAIN = {"kv_offload": "none", "weight_codec": "none"}
+ON_CPU = {"kv_attention": "cpu", "kv_offload": "cpu"}
 RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
 PHYSICS, GOOD = Efficiency(link_share=1.0), Efficiency()
 FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
 
-def linked(bandwidth: float, machine: Machine = H100) -> Machine:
-    return machine.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None})
+def linked(bandwidth: float, **figures: Any) -> Machine:
+    return H100.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None} | figures)
 
 
 def placed(case: Case, machine: Machine, efficiency: Efficiency | None = None, spec: ModelSpec = BLOOM) -> Placement:
@@ -43,9 +44,8 @@ def placed(case: Case, machine: Machine, efficiency: Efficiency | None = None, s
     return Placer(case, spec, machine, efficiency).bare(case.workload)
 
 
-def rows_on_host(case: Case, machine: Machine, efficiency: Efficiency | None = None) -> int:
-    """Return the number of host rows of a BLOOM case."""
-    return placed(case, machine, efficiency).host_rows(case.workload.batch_size)
+def rows_on_host(case: Case, machine: Machine) -> int:
+    return placed(case, machine).host_rows(case.workload.batch_size)
 
 
 def best_batch(case: Case, spec: ModelSpec, machine: Machine) -> Plan:
@@ -56,22 +56,19 @@ def largest_batch(case: Case, machine: Machine, efficiency: Efficiency | None = 
     return Planner(case, BLOOM, machine, efficiency).max_batch(case.workload)
 
 
-def step(
-    placement: Placement, spec: ModelSpec, machine: Machine, rows: int, context: int, efficiency: Efficiency = GOOD
-) -> Times:
-    return Timing(placement, spec, machine, efficiency).step(rows, context)
-
-
-def prefill(
-    placement: Placement, spec: ModelSpec, machine: Machine, rows: int, length: int, efficiency: Efficiency = GOOD
-) -> Times:
-    return Timing(placement, spec, machine, efficiency).prefill(rows, length)
+def load(batch_size: int, input_len: int = 512, output_len: int = 32) -> Workload:
+    return Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
 
 
 def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
-    workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
-    options = tuple(sorted((dict(PLAIN) | dict(fields.pop("options", ()))).items()))
-    return Case(**{"model": name, "engine": "stream", **fields}, options=options, offload=offload, workload=workload)
+    options = tuple(sorted((PLAIN | dict(fields.pop("options", ()))).items()))
+    given = {"model": name, "engine": "stream", "workload": load(batch_size), **fields}
+    return Case(**given, options=options, offload=offload)
+
+
+def bloom(machine: Machine, batch_size: int = 1, efficiency: Efficiency | None = None, **options: Any) -> Plan:
+    """Plan BLOOM with all weights in host memory."""
+    return make_plan(asked(batch_size=batch_size, options=options), BLOOM, machine, efficiency=efficiency)
 
 
 def seconds(times: Times) -> float:
@@ -79,14 +76,12 @@ def seconds(times: Times) -> float:
     return times.seconds
 
 
-@pytest.mark.parametrize(("bandwidth", "expected"), [(25e9, 14.1), (55e9, 6.41), (375e9, 0.94)])
-def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, expected: float) -> None:
+@pytest.mark.parametrize(("bandwidth", "step_s"), [(25e9, 14.1), (55e9, 6.41), (375e9, 0.94)])
+def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, step_s: float) -> None:
     everything = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     assert Sizes(everything, BLOOM).wire() == BLOOM.weight_bytes
-    times = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
-    assert seconds(times) == pytest.approx(expected, rel=0.005)
-    assert times.bound_by == "link"
-    assert 32 / seconds(times) == pytest.approx({25e9: 2.27, 55e9: 4.99, 375e9: 34.0}[bandwidth], rel=0.005)
+    times = Timing(everything, BLOOM, linked(bandwidth), PHYSICS).step(32, 528)
+    assert (seconds(times), times.bound_by) == (pytest.approx(step_s, rel=0.005), "link")
 
 
 def test_golden_sizes_of_bloom() -> None:
@@ -103,30 +98,27 @@ def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) ->
     machine = machines.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
     efficiency = Efficiency(link_share=1.0, mfu=0.55)
     placement = Placement(tier="host", also_streamed=BLOOM.other_bytes)
-    few, many = (step(placement, BLOOM, machine, int(batch * part), 1, efficiency).bound_by for part in (0.9, 1.1))
-    assert (few, many) == ("link", "compute")
+    timing = Timing(placement, BLOOM, machine, efficiency)
+    assert [timing.step(int(batch * part), 1).bound_by for part in (0.9, 1.1)] == ["link", "compute"]
 
 
 def test_int4_fits_one_h200_and_then_nothing_crosses_the_link() -> None:
     h200 = machines.load("h200")
     kept = make_plan(asked(weights="int4", gpu_weights="auto", options=CODED, batch_size=8), INT4, h200)
-    assert kept.holds
-    assert kept.streamed_bytes == 0
+    assert (kept.holds, kept.streamed_bytes) == (True, 0)
     assert kept.gpu.weights / 1e9 == pytest.approx(96.3, abs=0.1)
     assert kept.resident_bytes == INT4.streamed_bytes
     raw = [best_batch(asked(offload=offload), BLOOM, h200) for offload in ("none", "cpu")]
     assert mentions(advice(raw), "Stream:", "stream cpu")
-    small = resolve.resolve("bloom-560m", None, None)
+    small = resolve.resolve("bloom-560m")
     assert advice([best_batch(asked("bloom-560m", "none"), small, h200)]).startswith("Do not stream: ")
     assert "planned" in advice([])
     assert advice(raw[:1]).startswith("Nothing fits")
 
 
 def test_another_engine_is_named_where_it_is_faster() -> None:
-    step = Workload(batch_size=8, input_len=512, output_len=32)
-
     def said(machine: Machine, spec: ModelSpec, offload: Any = "cpu") -> str:
-        return "\n".join(peers([Planner(asked(spec.name, offload, options=CODED), spec, machine).at(step)]))
+        return "\n".join(peers([Planner(asked(spec.name, offload, options=CODED), spec, machine).at(load(8))]))
 
     four = H100.model_copy(update={"gpu_bytes": 150 * 10**9, "gpu_count": 4})
     assert mentions(said(four, BLOOM), "4 GPUs", "tensor parallel in vLLM", "352.5 GB of weights", "50% of 4 x 2970")
@@ -135,27 +127,21 @@ def test_another_engine_is_named_where_it_is_faster() -> None:
     prefill_s = BLOOM.prefill_flops(8, 512) / (2 * 772e12)
     assert float(rate) == pytest.approx(8 * 32 / (prefill_s + 31 * step_s), rel=0.02)
     assert said(four.model_copy(update={"gpu_count": 2}), BLOOM) == "", "two do not hold it"
-    assert said(four, resolve.resolve("opt-30b", None, None), "none") == "", "one GPU holds it"
+    assert said(four, resolve.resolve("opt-30b"), "none") == "", "one GPU holds it"
 
 
 def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
-    opt = resolve.resolve("opt-66b", None, None)
+    opt = resolve.resolve("opt-66b")
     full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
-    assert (
-        some.resident_bytes
-        == Placer(asked("opt-66b"), opt, H100).split_free_memory(asked(batch_size=4).workload)[1]
-        > 0
-    )
+    assert some.resident_bytes == Placer(asked("opt-66b"), opt, H100).split_free_memory(load(4))[1] > 0
     assert some.resident_bytes % opt.layer_bytes == 0
-    assert some.gpu.total <= H100.gpu_bytes
-    assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes
-    weights = opt.streamed_bytes
-    gain = weights / (weights - some.resident_bytes)
+    assert some.gpu.total <= H100.gpu_bytes < some.gpu.total + opt.layer_bytes
+    gain = opt.streamed_bytes / (opt.streamed_bytes - some.resident_bytes)
     assert (full.step_s or 0) / (some.step_s or 1) == pytest.approx(gain, rel=FULL_RING)
 
 
 def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies() -> None:
-    opt = resolve.resolve("opt-66b", None, None)
+    opt = resolve.resolve("opt-66b")
     none, half = (
         make_plan(asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share), opt, H100, efficiency=PHYSICS)
         for share in ("0%", "50%")
@@ -166,6 +152,9 @@ def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies()
     copies, read = (half.resident_bytes / rate for rate in (H100.h2d_bandwidth or 1, H100.hbm_bandwidth or 1))
     assert half.step_s == pytest.approx(copies + read, rel=0.005)
     assert not make_plan(asked("opt-66b", engine="accelerate", gpu_weights="90%"), opt, H100).fits
+    mixtral = resolve.resolve("mixtral-8x7b")
+    experts = make_plan(asked("mixtral-8x7b", engine="accelerate", options=()), mixtral, H100).gpu.buffers
+    assert experts == mixtral.num_experts * mixtral.expert_bytes, "all of a layer at once"
 
 
 def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
@@ -211,10 +200,8 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
     (The GPU holds whole rows, which makes throughput uneven by some thousandths.)
     """
-    machine, slice_ = linked(55e9), BLOOM.slice(14)
-    machine = machine.model_copy(update={"attention_bandwidth": 24e9, "host_bytes": 128 << 30})
-    options = (("kv_attention", "cpu"), ("kv_offload", "auto"), ("weight_codec", codec))
-    case = asked(options=options, layers=14)
+    machine, slice_ = linked(55e9, attention_bandwidth=24e9, host_bytes=128 << 30), BLOOM.slice(14)
+    case = asked(options={"kv_attention": "cpu", "kv_offload": "auto", "weight_codec": codec}, layers=14)
     best = Planner(case, slice_, machine, GOOD).best(case.workload)
     rates = {
         size: make_plan(case.with_batch(size), slice_, machine, efficiency=GOOD).output_tok_s or 0
@@ -228,13 +215,14 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """CPU and link share host memory bandwidth where it is scarce. The CPU gets its share and the link a twentieth
-    less. Fewer cores take nothing from the link, and have the whole time of a layer."""
-    machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
-    machine = machine.model_copy(update={"details": {"host": {"cores": 32}}})
+    """Where bandwidth is scarce, the CPU gets its share and the link a twentieth less.
+
+    Fewer cores take nothing from the link, and have the whole time of a layer.
+    """
+    details = {"host": {"cores": 32}}
+    machine = linked(50e9, attention_bandwidth=100e9, host_bytes=800 << 30, details=details)
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
-    on_cpu = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    case = asked(batch_size=64, options=on_cpu)
+    case = asked(batch_size=64, options=ON_CPU)
 
     def step_s(machine: Machine) -> float:
         all_cores = placed(case, machine).model_copy(update={"kv_cpu_share": 1.0})
@@ -244,18 +232,16 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     assert step_s(machine.model_copy(update={"host_bandwidth": 150e9})) == alone
     lost = BLOOM.kv_bytes(64, 528) / 80e9 * (1 - RATES.link_keeps)
     assert step_s(tight) - alone == pytest.approx(lost)
-    on_gpu = asked(batch_size=16)
-    assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, machine).step_s
+    assert bloom(tight, 16).step_s == bloom(machine, 16).step_s, "attention on the GPU"
     assert placed(case, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
     assert make_plan(case, BLOOM, tight, efficiency=PHYSICS).step_s == alone
     assert placed(case, machine).kv_cpu_share == 1
-    many = asked(batch_size=260, options=on_cpu)  # fewer cores would finish late
-    assert placed(many, tight).kv_cpu_share == 1
+    assert placed(asked(batch_size=260, options=ON_CPU), tight).kv_cpu_share == 1, "fewer cores would finish late"
 
 
 def test_link_and_cpu_slow_each_other_as_measured() -> None:
     """Once one is done, the other has its full rate again."""
-    machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
+    machine = linked(50e9, attention_bandwidth=100e9, host_bandwidth=120e9)
     there = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
 
     def rates(machine: Machine, host_kv: float, copying: float, placement: Placement = there) -> Any:
@@ -275,13 +261,13 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
 
 def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
     """The share of the cores grows with the rows; all of them attend where fewer would take longer than that."""
-    machine = linked(50e9).model_copy(update={"attention_bandwidth": 72e9, "host_bandwidth": 81e9})
+    machine = linked(50e9, attention_bandwidth=72e9, host_bandwidth=81e9)
     placement = Placement(tier="host", kv_on_cpu=True)
     shares = []
     for rows in (8, 32, 56, 96):
         split = placement.model_copy(update={"kv_host_share": rows / 100})
         times = Timing(split, BLOOM, machine).with_best_cores(100, 528)
-        limits = step(times, BLOOM, machine, 100, 528).limits
+        limits = Timing(times, BLOOM, machine).step(100, 528).limits
         assert times.kv_cpu_share == 1 or limits["cpu attention"] <= limits["link"] / 2
         shares.append(times.kv_cpu_share)
     assert shares == [0.375, 0.5, 0.75, 1.0]
@@ -289,46 +275,43 @@ def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
 
 def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     """The bytes of a shared key take as many products; if few heads share it, memory alone sets the time."""
-    machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9})
+    machine = linked(50e9, attention_bandwidth=100e9)
     assert [machine.attention_rate(sharing) for sharing in (1, 8)] == [100e9, 43e9], "assumed"
     grouped = machine.model_copy(update={"grouped_attention_bandwidth": 40e9, "host_bytes": 800 << 30})
     assert [grouped.attention_rate(sharing) for sharing in (1, 2, 4, 8, 16)] == [100e9, 100e9, 80e9, 40e9, 20e9]
     early = grouped.model_copy(update={"attention_bandwidth": 30e9, "shared_attention_bandwidth": 60e9})
     assert [early.attention_rate(sharing) for sharing in (1, 8)] == [60e9, 40e9], "it was faster beside the link"
-    llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
+    llama, case = resolve.resolve("llama-3.1-70b"), asked("llama-3.1-70b", batch_size=2048, options=ON_CPU)
     alone = grouped.model_copy(update={"grouped_attention_bandwidth": 100e9})
     slow, quick = (make_plan(case, llama, machine, efficiency=PHYSICS) for machine in (grouped, alone))
     assert slow.bound_by == quick.bound_by == "cpu attention"
-    assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
-        llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
-    )
+    lost = llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
+    assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(lost)
+
+
+def test_a_rate_set_by_hand_voids_those_measured_with_it() -> None:
+    grouped = H100.model_copy(update={"grouped_attention_bandwidth": 40e9})
     assert override(grouped, "attention_bandwidth=90GB/s").attention_rate(8) == 90e9
-
-
-def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
-    seen = linked(50e9).model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 40e9})
+    seen = linked(50e9, shared_attention_bandwidth=60e9, shared_h2d_bandwidth=40e9)
     assert override(seen, "h2d_bandwidth=200GB/s").shared_h2d_bandwidth is None
     assert override(seen, "hbm_bandwidth=200GB/s").shared_h2d_bandwidth == 40e9
     assert override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
 
 
 def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
-    lossless = (("weight_codec", "lossless"),)
-    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9), efficiency=PHYSICS) for o in ((), lossless))
+    machine, case = linked(55e9), asked(options={"weight_codec": "lossless"})
+    raw, coded = bloom(machine, efficiency=PHYSICS), make_plan(case, BLOOM, machine, efficiency=PHYSICS)
     assert coded.streamed_bytes == pytest.approx(0.67 * raw.streamed_bytes)
     assert (coded.step_s or 0) == pytest.approx(0.67 * (raw.step_s or 0))
-    bound = make_plan(asked(options=lossless), BLOOM, linked(55e9)).step_s
-    assert bound == pytest.approx(RATES.coded_bound * (raw.step_s or 0), rel=FULL_RING)
+    assert make_plan(case, BLOOM, machine).step_s == pytest.approx(RATES.coded_bound * (raw.step_s or 0), rel=FULL_RING)
     fp8 = resolve.resolve("bloom-176b", weights="fp8")
-    coded = make_plan(asked(options=lossless), fp8, linked(55e9), efficiency=PHYSICS)
+    coded, bound = (make_plan(case, fp8, machine, efficiency=each) for each in (PHYSICS, None))
     assert coded.step_s == pytest.approx(0.83 / 2 * (raw.step_s or 0), rel=0.01)
-    bound = make_plan(asked(options=lossless), fp8, linked(55e9)).step_s
-    assert bound == pytest.approx(RATES.fp8_bound / 2 * (raw.step_s or 0), rel=0.01)
+    assert bound.step_s == pytest.approx(RATES.fp8_bound / 2 * (raw.step_s or 0), rel=0.01)
 
 
 def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -> None:
-    opt, bandwidth = resolve.resolve("opt-30b", None, None), H100.hbm_bandwidth or 1
+    opt, bandwidth = resolve.resolve("opt-30b"), H100.hbm_bandwidth or 1
     machine = H100.model_copy(update={"gpu_bytes": 140 << 30})
     coded, raw = (
         make_plan(asked("opt-30b", gpu_weights="100%", options=options), opt, machine, efficiency=PHYSICS)
@@ -341,14 +324,14 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     assert raw.step_s == coded.step_s == pytest.approx(read + kernels), "there is room to keep them unpacked"
     assert (coded.gpu.weights, coded.bound_by) == (raw.gpu.weights, "hbm")
     packed = coded.placement.model_copy(update={"unpacked_layers": ()})
-    times = step(packed, opt, machine, 1, 528, PHYSICS)
+    times = Timing(packed, opt, machine, PHYSICS).step(1, 528)
     assert times.bound_by == "unpacking"
     assert times.seconds == pytest.approx(weights / (RATES.unpacking * bandwidth) + read + kernels)
-    limit = step(packed, opt, machine, 1, 528, LIMITS)
+    limit = Timing(packed, opt, machine, LIMITS).step(1, 528)
     assert limit.bound_by == "hbm"
     assert limit.seconds == pytest.approx(read - (1 - RATES.coded_bound) * weights / bandwidth), "read as they are"
     assert limit.limits.keys() == {"hbm", "compute"}, "unpacking and launches are no physics"
-    long = prefill(packed, opt, machine, 64, 2048, PHYSICS)
+    long = Timing(packed, opt, machine, PHYSICS).prefill(64, 2048)
     assert long.bound_by == "compute"
     assert seconds(long) == pytest.approx(long.limits["compute"] + long.limits["unpacking"])
 
@@ -361,10 +344,10 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert Sizes(ring.model_copy(update={"gpus": 2}), BLOOM).unpacked() == layers
     assert Sizes(ring.model_copy(update={"ring_depth": 0}), BLOOM).unpacked() == 0
     assert Sizes(Placement(ring_depth=6), BLOOM).unpacked() == 0, "all weights are on the GPU"
-    none = linked(1e15).model_copy(update={"gpu_count": 0})
-    with_gpu, without = (step(ring, BLOOM, machine, 1, 528, LIMITS).limits["hbm"] for machine in (linked(1e15), none))
+    machines = (linked(1e15), linked(1e15, gpu_count=0))
+    with_gpu, without = (Timing(ring, BLOOM, each, LIMITS).step(1, 528).limits["hbm"] for each in machines)
     assert with_gpu - without == pytest.approx(Sizes(ring, BLOOM).wire() / (H100.hbm_bandwidth or 1)), "no ring to fill"
-    copied = step(ring, BLOOM, linked(1e15), 1, 528, PHYSICS)
+    copied = Timing(ring, BLOOM, linked(1e15), PHYSICS).step(1, 528)
     assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
     kernels = RATES.kernel_s * BLOOM.num_layers
     assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"] + kernels)
@@ -372,82 +355,71 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
-    """Memory of an expert prefill in rows. Grouped products hold the hidden values, gate and up, the activation of the
-    gate, and their product."""
-    spec = resolve.resolve(name, None, None)
+    """Products hold the hidden values, gate and up, the activation of the gate, and their product."""
+    spec = resolve.resolve(name)
     assert spec.experts_per_token == factor
-    tokens, placement = 512, Placement(tier="host")
     rows = factor * (4 * spec.ffn_size + spec.hidden_size)
-    activations = Sizes(placement, spec).activations(spec, 1, tokens)
     logits = spec.vocab_size * (spec.dtype_bytes + 4)
-    assert activations == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
+    activations = Sizes(Placement(tier="host"), spec).activations(spec, 1, 512)
+    assert activations == (4 * spec.hidden_size + rows) * 512 * spec.dtype_bytes + logits
 
 
 def test_predictions_are_those_of_the_placement_that_is_obeyed() -> None:
     """Which has a margin, here of a deep ring; limits have none."""
-    case, efficiency = asked(batch_size=8, gpu_weights="auto", options=CODED), Efficiency()
-    plan, limit = make_plan(case, BLOOM, H100, efficiency=efficiency), make_plan(case, BLOOM, H100)
+    case = asked(batch_size=8, gpu_weights="auto", options=CODED)
+    plan, limit = (make_plan(case, BLOOM, H100, efficiency=each) for each in (GOOD, None))
     assert plan.placement == limit.placement
-    assert plan.step_s == step(plan.placement, BLOOM, H100, 8, 528, efficiency).seconds
+    assert plan.step_s == Timing(plan.placement, BLOOM, H100).step(8, 528).seconds
     assert plan.resident_bytes == plan.placement.resident_bytes < limit.resident_bytes
 
 
-def test_accelerate_fetches_all_experts_of_a_layer_at_once() -> None:
-    mixtral = resolve.resolve("mixtral-8x7b", None, None)
-    plan = make_plan(asked("mixtral-8x7b", engine="accelerate", options=()), mixtral, H100)
-    assert plan.gpu.buffers == mixtral.num_experts * mixtral.expert_bytes
-
-
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
-    over_link = (("kv_attention", "gpu"), ("kv_offload", "cpu"))
-    on_device, there = (asked(batch_size=16, options=o) for o in ((), over_link))
-    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (on_device, there))
+    on_gpu = bloom(linked(55e9), 16)
+    on_host = bloom(linked(55e9), 16, kv_attention="gpu", kv_offload="cpu")
     assert on_host.gpu.kv_cache == 0
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
     assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
     kv = BLOOM.kv_bytes(16, 528)
     assert (on_host.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + kv) / 55e9, rel=FULL_RING)
     assert on_host.host.total * 0.97 < (H100.host_bytes or 0)
+    slow = linked(55e9, duplex_bandwidth=1e9, host_bytes=800 << 30)
+    assert bloom(slow, 64, kv_offload="cpu").prefill_s == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9), "prompts, too"
 
 
 def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
-    cpu = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    machine = linked(55e9).model_copy(update={"host_bandwidth": 100e9, "host_bytes": 800 << 30})
-    few, many = (make_plan(asked(batch_size=size, options=cpu), BLOOM, machine) for size in (16, 200))
+    machine = linked(55e9, host_bandwidth=100e9, host_bytes=800 << 30)
+    few, many = (bloom(machine, size, **ON_CPU) for size in (16, 200))
     assert (few.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 55e9, rel=FULL_RING)
-    assert few.bound_by == "link"
-    assert many.bound_by == "host memory"
+    assert (few.bound_by, many.bound_by) == ("link", "host memory")
     read = BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)
     assert (many.step_s or 0) == pytest.approx(read / 100e9, rel=FULL_RING)
     assert many.gpu.kv_cache == 0
 
 
-@pytest.mark.parametrize(("cpu_reads", "bound", "read_over"), [(120e9, "link", 0), (20e9, "link", 1)])
-def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float, bound: str, read_over: int) -> None:
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": cpu_reads, "host_bytes": 800 << 30})
-    plan = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, machine)
-    kv = BLOOM.kv_bytes(100, 528)
-    assert plan.bound_by == bound
-    assert (plan.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9, rel=FULL_RING)
+@pytest.mark.parametrize(("cpu_reads", "read_over"), [(120e9, 0), (20e9, 1), (None, 1)])
+def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float | None, read_over: int) -> None:
+    """A CPU that was not measured is not trusted with attention."""
+    machine = linked(55e9, attention_bandwidth=cpu_reads, host_bytes=800 << 30)
+    plan = bloom(machine, 100, kv_offload="cpu")
+    over_link = BLOOM.streamed_bytes + read_over * BLOOM.kv_bytes(100, 528)
+    assert (plan.placement.kv_on_cpu, plan.bound_by) == (read_over == 0, "link")
+    assert (plan.step_s or 0) == pytest.approx(over_link / 55e9, rel=FULL_RING)
 
 
 def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
-    there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    plan = make_plan(asked(batch_size=200, options=there), BLOOM, machine, efficiency=PHYSICS)
+    machine = linked(55e9, attention_bandwidth=50e9, host_bytes=800 << 30)
+    at_rest, plan = (bloom(machine, size, PHYSICS, **ON_CPU) for size in (1, 200))
     assert plan.bound_by == "cpu attention"
-    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, machine, efficiency=PHYSICS)
-    assert (plan.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
-    assert (plan.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
+    cpu_s = BLOOM.kv_bytes(200, 528) / 50e9
+    assert cpu_s < (plan.step_s or 0) < cpu_s + (at_rest.step_s or 0)
 
 
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
-    split = (("kv_offload", "auto"),)
+    machine = linked(55e9, attention_bandwidth=120e9, host_bytes=800 << 30)
     largest = largest_batch(asked(), machine, CAUTIOUS)
-    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, machine) for size in (largest, 2 * largest))
+    small, large = (bloom(machine, size, kv_offload="auto") for size in (largest, 2 * largest))
     assert small.host.kv_cache == 0
-    assert small.gpu == make_plan(asked(batch_size=largest), BLOOM, machine).gpu
+    assert small.gpu == bloom(machine, largest).gpu
     rows = rows_on_host(large.case, machine)
     assert largest <= rows <= largest + 4  # a layer that waits in the ring while the CPU attends takes room too
     assert placed(large.case, machine).kv_on_cpu
@@ -465,34 +437,25 @@ def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
 def test_a_ring_that_the_cache_comes_through_is_paid_for(
     lengths: tuple[int, int], offload: str, gpu_weights: str | None
 ) -> None:
-    machine = linked(55e9).model_copy(update={"host_bytes": 800 << 30})
-    options = (("kv_attention", "gpu"), ("kv_offload", offload))
-    workload = Workload(batch_size=200, input_len=lengths[0], output_len=lengths[1])
-    case = Case(
-        model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights=gpu_weights
-    )
+    machine = linked(55e9, host_bytes=800 << 30)
+    options = {"kv_attention": "gpu", "kv_offload": offload, "weight_codec": "auto"}
+    case = asked(workload=load(200, *lengths), options=options, gpu_weights=gpu_weights)
     placement = placed(case, machine)
     depth, resident = Placer(case, BLOOM, machine).split_free_memory(case.workload)
     part = BLOOM.kv_bytes(placement.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
     buffer = max(part, round(CHUNK_BYTES * placement.wire_ratio))
     device_rows = 200 - rows_on_host(case, machine)
-    others = Sizes(placement, BLOOM).tiers(workload).gpu.total - placement.kv_buffers * buffer
+    others = Sizes(placement, BLOOM).tiers(case.workload).gpu.total - placement.kv_buffers * buffer
     assert others + depth * buffer + (resident if gpu_weights else 0) * placement.kept_ratio <= machine.gpu_bytes
     assert device_rows == 0 or offload == "auto"
 
 
 def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
-    split = (("kv_offload", "auto"),)
+    machine = linked(55e9, attention_bandwidth=120e9, host_bytes=800 << 30)
     for size, deep in ((8, False), (100, True)):
-        placement = placed(asked(batch_size=size, options=split), machine)
+        placement = placed(asked(batch_size=size, options={"kv_offload": "auto"}), machine)
         assert (placement.kv_buffers * Sizes(placement, BLOOM).chunk >= BLOOM.layer_bytes) is deep
         assert placement.kv_on_cpu is deep
-
-
-def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
-    assert not placed(asked(batch_size=100, options=(("kv_offload", "cpu"),)), machine).kv_on_cpu
 
 
 @pytest.mark.parametrize("rate", [None, 120e9])
@@ -501,31 +464,28 @@ def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
     rate: float | None, way: dict[str, str]
 ) -> None:
     """It comes without weights, or in 8 bits."""
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": rate, "host_bytes": 800 << 30})
+    machine = linked(55e9, attention_bandwidth=rate, host_bytes=800 << 30)
     model, offload = BLOOM if way else resolve.resolve("opt-30b"), "cpu" if way else "none"
-    workload = Workload(batch_size=400, input_len=512, output_len=32)
 
     def on_host(**options: str) -> bool:
-        asked = tuple(sorted((way | options).items()))
-        fields: dict[str, Any] = {"model": model.name, "offload": offload, "options": asked}
-        placement = Placer(Case(**fields, engine="stream", workload=workload), model, machine).choose(workload)
+        case = asked(model.name, offload, 400, options={"kv_offload": "auto", "weight_codec": "auto"} | way | options)
+        placement = Placer(case, model, machine).choose(case.workload)
         return placement.kv_on_cpu and placement.host_rows(400) > 0
 
     assert on_host() is (rate is not None)
     assert on_host(kv_attention="cpu")
 
 
-@pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
-def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
+@pytest.mark.parametrize("rate", [None, 120e9])
+def test_no_row_is_in_host_memory_if_all_fit_the_gpu(rate: float | None) -> None:
     """Holds also where all rows but one would not fit. The cause is the buffers that one row in transit needs."""
-    machine = linked(55e9).model_copy(update={"attention_bandwidth": attention_bandwidth, "host_bytes": 800 << 30})
+    machine = linked(55e9, attention_bandwidth=rate, host_bytes=800 << 30)
 
-    def short(size: int, *options: tuple[str, str]) -> Case:
-        workload = Workload(batch_size=size, input_len=32, output_len=32)
-        return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
+    def short(size: int, place: str) -> Case:
+        return asked(workload=load(size, 32), options={"kv_offload": place, "weight_codec": "auto"})
 
-    largest = largest_batch(short(1, ("kv_offload", "none")), machine)
-    rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(largest - 4, largest + 2)]
+    largest = largest_batch(short(1, "none"), machine)
+    rows = [rows_on_host(short(size, "auto"), machine) for size in range(largest - 4, largest + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
 
@@ -535,8 +495,7 @@ def test_no_row_is_in_host_memory_while_the_gpu_holds_all_with_the_margin_of_the
     machine, model = machines.load("h100-80gb"), resolve.resolve("opt-30b")
     between_margins = 0
     for size in range(12, 24):
-        workload = Workload(batch_size=size, input_len=512, output_len=256)
-        case = Case(model="opt-30b", engine="stream", offload="none", workload=workload)
+        case = Case(model="opt-30b", engine="stream", offload="none", workload=(workload := load(size, 512, 256)))
         alone = Placer(case.model_copy(update={"options": (("kv_offload", "none"),)}), model, machine)
         counted, cautious = (alone.tiers(alone.choose(workload), workload, each) for each in (None, CAUTIOUS))
         planner = Planner(case, model, machine)
@@ -549,70 +508,51 @@ def test_no_row_is_in_host_memory_while_the_gpu_holds_all_with_the_margin_of_the
     assert between_margins
 
 
-def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
-    slow = linked(55e9).model_copy(update={"duplex_bandwidth": 1e9, "host_bytes": 800 << 30})
-    plan = make_plan(asked(batch_size=64, options=(("kv_offload", "cpu"),)), BLOOM, slow)
-    assert (plan.prefill_s or 0) == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9)
-
-
 def test_every_gpu_brings_its_own_link() -> None:
-    single, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
+    single, four = (bloom(linked(55e9), 8, gpus=gpus) for gpus in (1, 4))
     assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
     assert four.gpu.kv_cache == single.gpu.kv_cache // 4
-    shared = H100.model_copy(update={"host_bandwidth": 100e9})
-    capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
-    assert capped.bound_by == "host memory"
-    linked_gpus = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12, "gpu_count": 4})
-    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, linked_gpus)
-    assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
-    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, linked_gpus)
-    assert (more.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 240e9, rel=FULL_RING), "further links"
-    bounded = linked_gpus.model_copy(update={"host_bandwidth": 150e9})
-    more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, bounded)
-    assert more.bound_by == "host memory"
-    slow = linked_gpus.model_copy(update={"gather_bandwidth": 60e9})
-    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
-    assert plan.bound_by == "gather"
-    assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
-    assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
+    several = linked(55e9, links_bandwidth=120e9, gather_bandwidth=1e12, gpu_count=4)
+    for machine, gpus, rate, bound_by in (
+        (H100.model_copy(update={"host_bandwidth": 100e9}), 4, 100e9, "host memory"),
+        (several, 4, 120e9, "link"),
+        (several, 8, 240e9, "link"),  # further links
+        (several.model_copy(update={"host_bandwidth": 150e9}), 8, 150e9, "host memory"),
+        (several.model_copy(update={"gather_bandwidth": 60e9}), 4, 60e9 * 4 / 3, "gather"),
+    ):
+        plan = bloom(machine, gpus=gpus)
+        assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / rate, rel=FULL_RING)
+        assert plan.bound_by == bound_by
 
 
 def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
     """Its float16 is unpacked by a kernel."""
 
-    def planned(engine: str, weights: Any, dtype: Any = "bfloat16") -> Plan:
-        load = Workload(batch_size=1, input_len=512, output_len=32)
-        case = Case(model="b", engine=engine, offload="cpu", workload=load, weights=weights, dtype=dtype)
-        return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), efficiency=Efficiency())
+    def planned(weights: Any, dtype: Any = "bfloat16") -> Plan:
+        fields: dict[str, Any] = {"workload": load(1), "weights": weights, "dtype": dtype}
+        case = Case(model="b", engine="deepspeed", offload="cpu", **fields)
+        return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), efficiency=GOOD)
 
-    plan = planned("deepspeed", "int4")
-    assert plan.bound_by == "unpacking"
-    weights = BLOOM.streamed_bytes // 2
-    assert plan.placement.dequantised_bytes == 18 * weights
+    plan, half, weights = planned("int4"), planned("int4", "float16"), BLOOM.streamed_bytes // 2
+    assert (plan.bound_by, plan.placement.dequantised_bytes) == ("unpacking", 18 * weights)
     assert (plan.step_s or 0) > 18 * weights / (RATES.torch_unpacking * (H100.hbm_bandwidth or 0))
-    assert planned("deepspeed", "int8").placement.dequantised_bytes == 13 * weights
-    half = planned("deepspeed", "int4", "float16")
-    assert half.bound_by == "link"
-    assert not half.placement.dequantised_bytes
+    assert planned("int8").placement.dequantised_bytes == 13 * weights
+    assert (half.bound_by, half.placement.dequantised_bytes) == ("link", 0)
 
 
 @pytest.mark.parametrize("tuned", [True, False])
 def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
-    roomy = linked(55e9).model_copy(update={"host_bytes": 800 << 30, "gather_bandwidth": 1e12})
+    roomy = linked(55e9, host_bytes=800 << 30, gather_bandwidth=1e12)
 
     def planned(gpus: int, machine: Machine = roomy) -> Plan:
-        options = tuple({"gpus": gpus, "tuned": tuned}.items())
-        load = Workload(batch_size=8, input_len=512, output_len=32)
-        return make_plan(
-            Case(model="b", engine="deepspeed", offload="cpu", workload=load, options=options), BLOOM, machine
-        )
+        fields: dict[str, Any] = {"workload": load(8), "options": (("gpus", gpus), ("tuned", tuned))}
+        return make_plan(Case(model="b", engine="deepspeed", offload="cpu", **fields), BLOOM, machine)
 
     single, four = planned(1), planned(4)
     assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
     assert single.bound_by == four.bound_by == "link"
-    assert (single.host.weights, single.streamed_bytes) == (four.host.weights, four.streamed_bytes), (
-        "one copy, crossing once"
-    )
+    assert single.host.weights == four.host.weights, "one copy"
+    assert single.streamed_bytes == four.streamed_bytes, "crossing once"
     assert four.gpu.kv_cache == single.gpu.kv_cache // 4
     assert four.gpu.weights == single.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
     gathered = BLOOM.other_bytes if tuned else 0
@@ -623,23 +563,21 @@ def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
 
 
 def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
-    placement, full = Placement(tier="host", gpus=2, divided=True), Efficiency(link_share=1.0)
-
-    def timed(placed: Placement, efficiency: Efficiency, gathers: float = 100e9) -> tuple[Any, Any]:
-        machine = linked(50e9).model_copy(update={"gather_bandwidth": gathers})
-        times = step(placed, BLOOM, machine, 8, 512, efficiency)
-        return times.seconds, times.bound_by
-
     link, gather = BLOOM.streamed_bytes / 100e9, BLOOM.weight_bytes / 2 / 100e9
-    assert timed(placement, full) == (pytest.approx(link + gather), "link")
-    assert timed(placement, full, 25e9) == (pytest.approx(link + 4 * gather), "gather")
-    assert timed(placement.model_copy(update={"divided": False}), full) == (pytest.approx(link), "link")
-    assert timed(placement, LIMITS) == (pytest.approx(link), "link")
+    for divided, efficiency, gathers, expected, bound_by in (
+        (True, PHYSICS, 100e9, link + gather, "link"),
+        (True, PHYSICS, 25e9, link + 4 * gather, "gather"),
+        (False, PHYSICS, 100e9, link, "link"),
+        (True, LIMITS, 100e9, link, "link"),
+    ):
+        placement = Placement(tier="host", gpus=2, divided=divided)
+        times = Timing(placement, BLOOM, linked(50e9, gather_bandwidth=gathers), efficiency).step(8, 512)
+        assert (times.seconds, times.bound_by) == (pytest.approx(expected), bound_by)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
-    mixtral = resolve.resolve("mixtral-8x22b", None, None)
-    single, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
+    mixtral = resolve.resolve("mixtral-8x22b")
+    single, many = (Timing(Placement(), mixtral, H100, PHYSICS).step(size, 512) for size in (1, 256))
     read = single.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
     embedding = mixtral.vocab_size * mixtral.hidden_size * mixtral.dtype_bytes  # a look-up
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes - embedding, rel=1e-6)
@@ -649,22 +587,19 @@ def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
 
 
 def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
-    slow = Efficiency(link_share=1.0, layer_s=2e-3)
-    opt = resolve.resolve("opt-30b", None, None)
-    times = step(Placement(), opt, H100, 1, 512, slow)
-    assert times.bound_by == "launch"
-    assert times.seconds == pytest.approx(2e-3 * opt.num_layers)
+    opt = resolve.resolve("opt-30b")
+    times = Timing(Placement(), opt, H100, Efficiency(link_share=1.0, layer_s=2e-3)).step(1, 512)
+    assert (times.bound_by, times.seconds) == ("launch", pytest.approx(2e-3 * opt.num_layers))
     disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
-    on_disk = step(Placement(tier="nvme"), opt, disk, 1, 512, PHYSICS)
-    assert on_disk.bound_by == "nvme"
-    assert on_disk.seconds == pytest.approx(opt.streamed_bytes / 5e9)
+    on_disk = Timing(Placement(tier="nvme"), opt, disk, PHYSICS).step(1, 512)
+    assert (on_disk.bound_by, on_disk.seconds) == ("nvme", pytest.approx(opt.streamed_bytes / 5e9))
 
 
 @pytest.mark.parametrize("unknown", ["hbm_bandwidth", "h2d_bandwidth", "matmul_flops"])
 def test_an_unknown_figure_makes_times_unknown_never_zero(unknown: str) -> None:
     machine = H100.model_copy(update={unknown: None})
-    assert step(Placement(tier="host"), BLOOM, machine, 1, 512).seconds is None
-    assert prefill(Placement(tier="host"), BLOOM, machine, 1, 512).seconds is None
+    timing = Timing(Placement(tier="host"), BLOOM, machine)
+    assert timing.step(1, 512).seconds is timing.prefill(1, 512).seconds is None
     plan = make_plan(asked(), BLOOM, machine)
     assert (plan.output_tok_s, plan.e2e_s, plan.bound_by) == (None, None, None)
     assert plan.gpu.total > 0
@@ -687,17 +622,17 @@ PLACEMENTS = st.builds(
 def test_a_better_machine_is_never_slower(
     placement: Placement, name: str, batch: int, figure: str, factor: float
 ) -> None:
-    spec = resolve.resolve(name, None, None)
+    spec = resolve.resolve(name)
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
-    before, after = (seconds(step(placement, spec, machine, batch, 512)) for machine in (H100, better))
+    before, after = (seconds(Timing(placement, spec, machine).step(batch, 512)) for machine in (H100, better))
     assert after <= before * (1 + 1e-12)
 
 
 @settings(max_examples=150, deadline=None)
 @given(PLACEMENTS, st.sampled_from(NAMES), st.integers(1, 512))
 def test_no_prediction_is_below_the_limit(placement: Placement, name: str, batch: int) -> None:
-    spec = resolve.resolve(name, None, None)
-    limit, predicted = (seconds(step(placement, spec, H100, batch, 512, way)) for way in (LIMITS, GOOD))
+    spec = resolve.resolve(name)
+    limit, predicted = (seconds(Timing(placement, spec, H100, way).step(batch, 512)) for way in (LIMITS, GOOD))
     assert limit <= predicted * (1 + 1e-12)
 
 
@@ -706,15 +641,13 @@ def test_no_prediction_is_below_the_limit(placement: Placement, name: str, batch
 def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     placement: Placement, name: str, batch: int, more: int
 ) -> None:
-    spec = resolve.resolve(name, None, None)
-    loads = (Workload(batch_size=size, input_len=256, output_len=32) for size in (batch, batch + more))
-    small, large = (Sizes(placement, spec).tiers(load) for load in loads)
+    spec = resolve.resolve(name)
+    small, large = (Sizes(placement, spec).tiers(load(size, 256)) for size in (batch, batch + more))
     assert all(low.total <= other.total for low, other in zip(small, large, strict=True))
     stored = spec.streamed_bytes
     gpu, host, nvme = small
-    others = spec.other_bytes
     kept = stored if placement.tier == "gpu" else min(placement.resident_bytes, stored)
-    assert gpu.weights == kept // placement.gpus + others
+    assert gpu.weights == kept // placement.gpus + spec.other_bytes
     assert host.weights + nvme.weights == (0 if placement.tier == "gpu" else stored)
     assert sum(getattr(gpu, part) for part in type(gpu).model_fields) == gpu.total
 
@@ -723,7 +656,7 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
 @pytest.mark.parametrize("weights", ["as-released", "int4"])
 def test_a_budget_costs_what_the_link_takes(weights: Weights, batch_size: int) -> None:
     """There is no step on the way. All resident is as fast as without offload."""
-    spec, efficiency = resolve.resolve("llama-3.1-8b", None, None, weights), shipped()["stream"]
+    spec, efficiency = resolve.resolve("llama-3.1-8b", weights=weights), shipped()["stream"]
 
     def planned(offload: str, budget: str | None) -> Plan:
         case = asked("llama-3.1-8b", offload, batch_size, weights=weights, gpu_weights=budget, options=CODED)
@@ -745,11 +678,10 @@ def test_a_budget_costs_what_the_link_takes(weights: Weights, batch_size: int) -
 
 def test_with_little_room_fewer_layers_stay_and_more_of_them_unpacked() -> None:
     """Streaming one makes room for two of the others. A larger batch leaves none of them any."""
-    spec = resolve.resolve("opt-30b", None, None)
+    spec = resolve.resolve("opt-30b")
     case = asked("opt-30b", batch_size=32, gpu_weights="auto", options=CODED)
     planner = Planner(case, spec, H100, shipped()["stream"])
-    batches = [case.workload.model_copy(update={"batch_size": size}) for size in (1, 32, 60)]
-    alone, some, crowd = map(planner.at, batches)
+    alone, some, crowd = map(planner.at, map(load, (1, 32, 60)))
     assert len(alone.placement.unpacked_layers) == spec.num_layers
     assert 0 < len(some.placement.unpacked_layers) < len(some.placement.resident_layers) < spec.num_layers
     assert not crowd.placement.unpacked_layers

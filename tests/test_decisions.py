@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 
 from tests import invoke, mentions
 from tests.results import case, point, sweep
-from zinfer.analysis.economics import (
-    COUNTER,
-    READINGS,
-    Cost,
-    EconomicsError,
-    cost,
-    energy,
-    fleet,
-    parse_count,
-    parse_demand,
-    parse_seconds,
-)
+from zinfer.analysis import economics
+from zinfer.analysis.economics import COUNTER, READINGS, Cost, EconomicsError, cost, energy, fleet
 from zinfer.analysis.sla import SlaError, check, decide, parse, statistic
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Store
@@ -37,25 +27,17 @@ def timed(batch: int = 32, step_s: float = 2.0, first_s: float = 8.0, repeats: i
 
 
 def test_a_token_costs_the_hours_it_takes_and_the_energy() -> None:
+    """Energy comes from the counter, else from power readings."""
     measured = timed(gpu={"energy_j": 6400.0, "timed_s": 52.0})
     assert measured.output_tok_s == pytest.approx(320 / 26)
-    paid = cost(measured, 3.6)
-    assert paid.j_per_token == pytest.approx(6400 / 640)
-    assert paid.method == COUNTER
     hours = 1e6 / (320 / 26) / 3600
+    paid, read = cost(measured, 3.6), energy(timed(gpu={"power_w_mean": 400.0, "timed_s": 52.0}))
     assert paid.usd_per_mtok == pytest.approx(hours * 3.6)
-
-
-def test_energy_comes_from_the_counter_else_from_power_readings() -> None:
-    read = energy(timed(gpu={"power_w_mean": 400.0, "timed_s": 52.0}))
-    assert read is not None
-    assert read[0] == pytest.approx(400 * 52 / 640)
-    assert read[1] == READINGS
-    bare = timed(gpu={})
-    assert energy(bare) is None
-    unpaid = cost(bare)
-    assert (unpaid.usd_per_mtok, unpaid.j_per_token, unpaid.method) == (None, None, "")
-    assert cost(point(case(1), status="oom_gpu"), 1) == Cost()
+    assert (paid.j_per_token, paid.method) == (pytest.approx(6400 / 640), COUNTER)
+    assert read == (pytest.approx(400 * 52 / 640), READINGS)
+    assert energy(timed(gpu={})) is None
+    unpaid = Cost(usd_per_mtok=None, j_per_token=None, method="")
+    assert cost(timed(gpu={})) == cost(point(case(1), status="oom_gpu"), 1) == unpaid
 
 
 @pytest.mark.parametrize(
@@ -69,7 +51,7 @@ def test_energy_comes_from_the_counter_else_from_power_readings() -> None:
     ],
 )
 def test_demands(text: str, deadline: str | None, expected: tuple[float, float]) -> None:
-    assert parse_demand(text, deadline) == expected
+    assert economics.parse_demand(text, deadline) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,41 +60,28 @@ def test_demands(text: str, deadline: str | None, expected: tuple[float, float])
 )
 def test_bad_demands_say_how_to_write_one(text: str, deadline: str | None) -> None:
     with pytest.raises(EconomicsError, match=r"write|add --deadline|is longer"):
-        parse_demand(text, deadline)
+        economics.parse_demand(text, deadline)
 
 
-@pytest.mark.parametrize(("text", "number"), [("100k", 100_000), ("2.5 M", 2_500_000), ("7", 7)])
-def test_numbers_of_prompts(text: str, number: int) -> None:
-    assert parse_count(text) == number
+def test_numbers_of_prompts_and_durations() -> None:
+    assert [*map(economics.parse_count, ("100k", "2.5 M", "7"))] == [100_000, 2_500_000, 7]
+    assert [*map(economics.parse_seconds, ("8h", "250ms", "1.5 min", "2 s"))] == [28800, 0.25, 90, 2]
     for bad in ("0", "-1", "k", "10q", "", "1e3"):
         with pytest.raises(EconomicsError, match="write 2500, 100k"):
-            parse_count(bad)
+            economics.parse_count(bad)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("8h", 28800), ("250ms", 0.25), ("1.5 min", 90), ("2 s", 2)])
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == seconds
-
-
-def test_a_fleet_covers_its_demand() -> None:
+def test_a_fleet_covers_its_demand_and_configurations_of_two_gpus_pay_for_both() -> None:
     measured = timed()
-    sized = fleet(measured, 2e6, 28800, utilisation=0.8, spare=2)
-    assert sized.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
-    assert sized.gpus == 10
+    two = measured.model_copy(update={"case": measured.case.model_copy(update={"options": (("gpus", 2),)})})
+    for record, working in ((measured, 8), (two, 16)):  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
+        sized = fleet(record, 2e6, 28800, utilisation=0.8, spare=2)
+        assert (sized.working, sized.gpus) == (working, working + 2)
+        assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+    assert cost(two, 4).usd_per_mtok == pytest.approx(2 * (cost(measured, 4).usd_per_mtok or 0))
     assert fleet(measured, 1e-6, 86400).working == 1
-    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
     with pytest.raises(EconomicsError, match="a measured throughput"):
         fleet(point(case(1), status="crashed"), 1, 1)
-
-
-def test_a_configuration_of_two_gpus_pays_for_both() -> None:
-    record, prices = timed(), 4
-    two = record.model_copy(update={"case": record.case.model_copy(update={"options": (("gpus", 2),)})})
-    alone, both = cost(record, prices), cost(two, prices)
-    assert both.usd_per_mtok == pytest.approx(2 * alone.usd_per_mtok)  # type: ignore[operator]
-    sized = fleet(two, 2e6, 28800, utilisation=0.8, spare=2)
-    assert (sized.working, sized.gpus) == (16, 18)
-    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
 
 
 @given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(60, 1e6), st.floats(0.05, 1.0))
@@ -148,19 +117,16 @@ def test_levels_have_a_short_form_and_are_read_as_they_are_shown(short: str, lon
 
 def test_percentiles_go_by_rank_from_the_good_end() -> None:
     values = [float(n) for n in range(1, 101)]
-    assert [statistic(values, name) for name in ("p50", "p90", "p95", "p99", "max", "min", "mean")] == [
-        50, 90, 95, 99, 100, 1, 50.5,
-    ]  # fmt: skip
+    expected = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100, "min": 1, "mean": 50.5}
+    assert {name: statistic(values, name) for name in expected} == expected
     assert statistic(values, "p99", worst_high=False) == 2
     assert statistic([7.0], "p99") == 7.0
 
 
 def test_levels_are_checked_over_every_sample_and_few_samples_are_reported() -> None:
     measured = timed(step_ms=[[100.0] * 8 + [900.0]] * 2, ttft_ms=[1000.0, 3000.0])
-    kept = check(measured, [parse(text) for text in (
-        "ttft:p99:<=:2s", "ttft:mean:<=:2s", "tpot:p50:<=:100ms", "tpot:max:<=:1s", "output_tok_s:mean:>=:10tok/s",
-        "user_tok_s:p90:>=:5", "e2e:max:<=:10min",
-    )])  # fmt: skip
+    levels = "ttft:p99:<=:2s ttft:mean:<=:2s tpot:p50:<=:100ms tpot:max:<=:1s output_tok_s:mean:>=:10tok/s"
+    kept = check(measured, [parse(text) for text in f"{levels} user_tok_s:p90:>=:5 e2e:max:<=:10min".split()])
     assert [level.ok for level in kept] == [False, True, True, True, True, True, True]
     assert mentions(kept[0].describe(), "ttft p99 <= 2 s", "3 s", "2 samples")
     assert kept[0].miss == pytest.approx(0.5)
@@ -202,8 +168,7 @@ POINTS = [
     ],
 )
 def test_each_objective_has_its_best_under_the_levels(objective: Any, levels: tuple[str, ...], batch: int) -> None:
-    prices = 2.0
-    decision = decide(POINTS, tuple(map(parse, levels)), objective, prices)
+    decision = decide(POINTS, tuple(map(parse, levels)), objective, 2.0)
     assert decision.point is not None
     assert decision.point.case.workload.batch_size == batch
     assert decision.nearest is None
@@ -219,25 +184,22 @@ def test_the_latency_of_a_single_token_does_not_grow_with_the_repeats() -> None:
 
 def test_when_nothing_keeps_the_levels_the_nearest_is_named() -> None:
     decision = decide(POINTS, (parse("ttft:max:<=:500ms"),), "throughput")
-    assert decision.point is None
-    assert decision.nearest is POINTS[0]
+    assert (decision.point, decision.nearest) == (None, POINTS[0])
     assert decision.kept[0].miss == pytest.approx(1.0)
     nothing = decide([point(case(1), status="oom_gpu")], (), "throughput")
     assert (nothing.point, nothing.nearest, nothing.usable) == (None, None, 0)
+    every = decide(sweep(), (parse("tpot:max:<=:100s"),), "throughput", 1.0)
+    assert every.point is not None
+    assert every.keeping == every.usable
+    with pytest.raises(EconomicsError, match=r"--objective cost .*--gpu-hour-usd"):
+        decide(POINTS, (), "cost")
 
 
 @given(st.floats(0.5, 30), st.floats(0.5, 30))
 def test_a_stricter_level_never_gives_a_faster_answer(level: float, other: float) -> None:
-    strict, loose = (
-        decide(POINTS, (parse(f"ttft:max:<=:{bound:.3f}s"),), "throughput") for bound in sorted((level, other))
-    )
-    fast = loose.point.output_tok_s or 0 if loose.point else 0
-    assert (strict.point.output_tok_s or 0 if strict.point else 0) <= fast
-
-
-def test_objectives_that_lack_their_data_say_what_is_needed() -> None:
-    with pytest.raises(EconomicsError, match=r"--objective cost .*--gpu-hour-usd"):
-        decide(POINTS, (), "cost")
+    levels = [(parse(f"ttft:max:<=:{bound:.3f}s"),) for bound in sorted((level, other))]
+    strict, loose = (decide(POINTS, each, "throughput").point for each in levels)
+    assert strict is None or (loose is not None and (strict.output_tok_s or 0) <= (loose.output_tok_s or 0))
 
 
 def test_a_rate_is_that_of_a_whole_repeat() -> None:
@@ -259,18 +221,14 @@ best = partial(invoke, "best")
 
 
 def test_the_command_line_decides(results: Path) -> None:
-    done = best(
-        results, "--sla", "ttft:p99:<=:10s", "--objective", "cost", "--gpu-hour-usd", 2.5, "--demand", "2Mtok/day",
-        "--deadline", "8h",
-    )  # fmt: skip
+    words = "--sla ttft:p99:<=:10s --objective cost --gpu-hour-usd 2.5 --demand 2Mtok/day --deadline 8h"
+    done = best(results, *words.split())
     assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
     assert mentions(done.stdout, "cost", "2 of 3", "stream cpu", "batch 32")
     assert mentions(done.stdout, "ttft p99 <= 10 s", "6 s", "2 samples")
-    assert any(re.search(r"\d USD a million", line) for line in lines)
-    assert any(re.search(r"\d J an output token", line) and "NVML" in line for line in lines)
     assert mentions(done.stdout, "8 h 00 min", "6 GPUs", "1 spare")
-    assert any("zinfer sweep" in line and "--batch-size 32" in line for line in lines)
+    for line in (r"\d USD a million", r"\d J an output token.*NVML", "zinfer sweep.*--batch-size 32"):
+        assert re.search(line, done.stdout)
 
 
 def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
@@ -284,25 +242,20 @@ def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
     assert answer["point"]["usd_per_mtok"] is None
 
 
-def test_an_unkept_level_exits_4_and_names_the_nearest(results: Path) -> None:
+def test_an_unkept_level_exits_4_and_names_the_nearest_without_its_command(results: Path) -> None:
     done = best(results, "--sla", "ttft:max:<=:500ms")
     assert done.exit_code == 4
     assert mentions(done.stdout, "No point of 3")
     assert mentions(done.stdout, "ttft max <= 500 ms", "1 s", "500 ms", "100%")
-
-
-def test_only_the_chosen_command_is_printed(results: Path) -> None:
-    done = best(results, "--sla", "ttft:max:<=:2s")
-    commands = [line for line in done.stdout.splitlines() if "reproduce:" in line]
-    assert len(commands) == 1
-    assert "--batch-size 4 " in commands[0]
-    assert "reproduce:" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
+    assert "reproduce:" not in done.stdout
+    (command,) = re.findall("reproduce:.*", best(results, "--sla", "ttft:max:<=:2s").stdout)
+    assert "--batch-size 4 " in command
 
 
 def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:
-    done = best(results, "--demand", "2Mtok/day", "--deadline", "5s")
-    assert mentions(done.stdout, "19.5 s", "--deadline")
-    (row,) = json.loads(best(results, "--demand", "2Mtok/day", "--deadline", "5s", "--json").stdout)
+    words = ("--demand", "2Mtok/day", "--deadline", "5s")
+    assert mentions(best(results, *words).stdout, "19.5 s", "--deadline")
+    (row,) = json.loads(best(results, *words, "--json").stdout)
     assert row["decision"]["fleet"] is None
 
 
@@ -319,9 +272,3 @@ def test_mistakes_are_one_message(results: Path, words: tuple[str, str]) -> None
     done = best(results, *words)
     assert done.exit_code != 0
     assert isinstance(done.exception, SystemExit | EconomicsError | SlaError)
-
-
-def test_committed_kinds_of_points_can_all_be_decided_on() -> None:
-    decision = decide(sweep(), (parse("tpot:max:<=:100s"),), "throughput", 1.0)
-    assert decision.point is not None
-    assert decision.keeping == decision.usable

@@ -15,12 +15,11 @@ from zinfer.core.machine import catalogue
 from zinfer.record.store import Store
 
 ROOT = Path(__file__).parents[1]
-RESULTS = str(ROOT / "sweeps" / "results")
-H100 = f"{RESULTS}/nvidia-h100-80gb-hbm3"
-
-
+H100 = f"{ROOT}/sweeps/results/nvidia-h100-80gb-hbm3"
+OPT, BLOOM = "-m opt-30b --machine h100-80gb", "-m bloom-176b --machine h100-80gb --offload cpu"
 # all weights over the link, and the KV cache on the GPU
-STREAMED = ("--gpu-weights", "0%", "--kv-offload", "none")
+STREAMED = "--gpu-weights 0% --kv-offload none"
+STREAMED_OPT = f"{OPT} --offload cpu {STREAMED}"
 
 
 def plan(*words: str, code: int = 0) -> str:
@@ -30,9 +29,8 @@ def plan(*words: str, code: int = 0) -> str:
 
 
 def planned_by(*words: str, **settings: Any) -> Result:
-    """Run the verb; a word that begins with a dash may be several."""
-    split = [part for word in words for part in (word.split() if word.startswith("-") else [word])]
-    return invoke("plan", *split, **settings)
+    """Run the verb; each of `words` may be several."""
+    return invoke("plan", *" ".join(words).split(), **settings)
 
 
 def rows(*words: str) -> list[dict[str, Any]]:
@@ -41,26 +39,22 @@ def rows(*words: str) -> list[dict[str, Any]]:
 
 
 def test_every_option_is_an_axis() -> None:
-    plans = rows(
-        "-m", "opt-30b,bloom-7b1", "--machine", "h100-80gb,a100-80gb", "--offload", "cpu", "--batch-size", "1,4",
-        "--input-len", "128,512", "--gpu-weights", "0%,50%", "--gpus", "1,2",
-    )  # fmt: skip
-    assert len(plans) == 2 * 2 * 2 * 2 * 2 * 2
+    words = "-m opt-30b,bloom-7b1 --machine h100-80gb,a100-80gb --offload cpu"
+    plans = rows(words, "--batch-size 1,4 --input-len 128,512 --gpu-weights 0%,50% --gpus 1,2")
+    assert len(plans) == 2**6
     assert {row["machine"]["name"] for row in plans} == {"h100-80gb", "a100-80gb"}
     assert {tuple(map(tuple, row["case"]["options"])) for row in plans} == {(), (("gpus", 2),)}
 
 
 def test_drafts_count_by_their_acceptance() -> None:
     """Geometric series of tokens, drafting time, and no drafts without gain."""
-    words = ("-m bloom-176b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 4")
-    (plain,) = rows(*words)
+    words = f"{BLOOM} {STREAMED} --batch-size 4"
+    (plain,) = rows(words)
     for acceptance in (0.0, 0.3, 0.7):
-        alone, ngram, small = rows(*words, "--draft", "none,ngram,bloom-560m", "--acceptance", str(acceptance))
-        assert alone["step_s"] == plain["step_s"]
-        assert alone["drafting"] is None
+        alone, ngram, small = rows(words, f"--draft none,ngram,bloom-560m --acceptance {acceptance}")
+        assert (alone["step_s"], alone["drafting"]) == (plain["step_s"], None)
         for row in (ngram, small):
-            drafting = row["drafting"]
-            drafts = drafting["drafts"]
+            drafts = (drafting := row["drafting"])["drafts"]
             gain = sum(acceptance**position for position in range(drafts + 1))
             assert (drafts > 0) == (acceptance > 0)
             assert drafting["tokens_a_pass"] == pytest.approx(gain)
@@ -69,43 +63,34 @@ def test_drafts_count_by_their_acceptance() -> None:
             assert row["decode_tok_s"] == pytest.approx(plain["decode_tok_s"] * gain, rel=0.02)
         assert small["gpu"]["weights"] > ngram["gpu"]["weights"] == alone["gpu"]["weights"]
         assert small["drafting"]["drafting_s"] >= ngram["drafting"]["drafting_s"] == 0
-    resident = ("-m", "opt-1.3b", "--machine", "h100-80gb", "--offload", "none", "--batch-size", "1")
-    same = rows(*resident, "--draft", "opt-1.3b", "--acceptance", "0.6")[0]
+    (same,) = rows("-m opt-1.3b --machine h100-80gb --offload none --batch-size 1 --draft opt-1.3b --acceptance 0.6")
     assert same["drafting"]["drafts"] == 0, "a model that drafts for itself costs what it gains"
 
 
 def test_the_acceptance_is_told_with_its_source() -> None:
-    words = ("-m bloom-176b --machine h100-80gb --offload cpu --batch-size 4",)
-    result = plan(*words, "--draft", "bloom-560m", "--acceptance", "0.5")
-    assert re.search(
-        r"tokens of each row from a pass with \d+ drafts, of .* acceptance 0.50 \(stated, not measured\)", result
-    )
-    assert "no record says how often a draft is right" in plan(*words, "--draft", "bloom-560m")
-    assert "drafts" not in plan(*words)
-    refused = planned_by(*words, "--acceptance", "0.5")
+    drafting = f"{BLOOM} --batch-size 4 --draft bloom-560m"
+    told = r"tokens of each row from a pass with \d+ drafts, of .* acceptance 0.50 \(stated, not measured\)"
+    assert re.search(told, plan(drafting, "--acceptance 0.5"))
+    assert "no record says how often a draft is right" in plan(drafting)
+    assert "drafts" not in plan(BLOOM, "--batch-size 4")
+    refused = planned_by(BLOOM, "--batch-size 4 --acceptance 0.5")
     assert (refused.exit_code, "add --draft" in refused.output) == (2, True)
 
 
 def test_a_codec_is_no_axis_of_weights_that_stay() -> None:
-    plans = rows("-m", "opt-30b", "--machine", "h100-80gb", "--weight-codec", "none,lossless")
-    assert [(row["case"]["offload"], row["case"]["options"]) for row in plans] == [
-        ("none", []), ("cpu", [["weight_codec", "none"]]), ("cpu", [["weight_codec", "lossless"]]),
+    cases = [row["case"] for row in rows(OPT, "--weight-codec none,lossless")]
+    assert [(case["offload"], *map(tuple, case["options"])) for case in cases] == [
+        ("none",), ("cpu", ("weight_codec", "none")), ("cpu", ("weight_codec", "lossless")),
     ]  # fmt: skip
 
 
 def test_auto_is_the_batch_with_the_best_throughput() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu --gpu-weights auto",)
-    (best,) = rows(*words)
-    others = rows(*words, "--batch-size", "1,2,4,8,16,32,64")
+    words = f"{OPT} --offload cpu --gpu-weights auto --batch-size"
+    *others, best = rows(words, "1,2,4,8,16,32,64,auto")
     assert best["output_tok_s"] >= max(row["output_tok_s"] for row in others if row["fits"])
     assert best["max_batch_size"] > best["case"]["workload"]["batch_size"] > 1
-
-
-def test_numbers_before_auto_are_planned_too() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu",)
-    (best,) = rows(*words)
-    batches = [row["case"]["workload"]["batch_size"] for row in rows(*words, "--batch-size", "1,64,auto")]
-    assert batches == [1, 64, best["case"]["workload"]["batch_size"]]
+    assert [best] == rows(words, "auto"), "numbers before it are planned too"
+    assert [row["case"]["workload"]["batch_size"] for row in others] == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -127,59 +112,50 @@ def test_a_server_that_a_record_shows_to_be_faster_is_named(
     folder = tmp_path / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
     folder.mkdir(parents=True)
     (folder / "machine.json").write_bytes((Path(H100) / "machine.json").read_bytes())
-    asked = case(8, **{"engine": "llama-server", "model": "bloom-176b", "layers": None, **fields})
-    made: dict[str, Any] = {
-        "step_s": 0.2,
-        "machine": "nvidia-h100-80gb-hbm3",
-        "command": "llama-server",
-        "started_at": "2026-11-01",
-    }
+    asked = case(8, **{"engine": "llama-server", "layers": None, **fields})
+    made: dict[str, Any] = {"step_s": 0.2, "machine": folder.name, "command": "c", "started_at": "2026-11-01"}
     with Store.open(folder / "servers.jsonl") as store:
         store.append(point(asked, **made | settings))
     monkeypatch.chdir(tmp_path)
-    words = plan("-m bloom-176b --machine h100-80gb --offload cpu")
+    words = plan(BLOOM)
     assert mentions(words, "llama-server cpu, batch 8", "nvidia-h100-80gb-hbm3", "2026-11-01") is named
     assert ("server" in words) is named
 
 
 def test_a_plan_tells_that_it_leaves_out_a_cpu_whose_rate_is_unknown() -> None:
     words = "-m gpt-oss-120b --offload cpu --batch-size 1,64 --machine"
-    (line,) = (line for line in plan(words, "rtx-4090").splitlines() if "left out" in line)
+    (line,) = re.findall(".*left out.*", plan(words, "rtx-4090"))
     assert mentions(line, "batch 1: --experts cpu", "50 GB/s (assumed)", "`zinfer probe` measures it")
     assert "left out" not in plan(words, "rtx-4090", "--set host_bandwidth=60GB/s")
     assert "left out" not in plan(words, "h100-80gb")
 
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 8")
-    (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)
+    words = f"{STREAMED_OPT} --batch-size 8"
+    (limit,), (result,), (shipped,) = (rows(words, more) for more in ("", f"--calibrate {H100}", "--calibrate"))
     assert limit["error"] is None
-    assert 0 < result["error"] < 0.15
     assert 0.85 * limit["output_tok_s"] < result["output_tok_s"] < limit["output_tok_s"]
-    assert "physical limits" in plan(*words)
-    text = plan(*words, "--calibrate", H100)
+    assert shipped["output_tok_s"] == pytest.approx(result["output_tok_s"], rel=0.1)
+    assert all(0 < row["error"] < 0.15 for row in (result, shipped))
+    assert "physical limits" in plan(words)
+    text = plan(words, "--calibrate", H100)
     assert "physical limits" not in text
     assert "predicted" in text
     assert "±" in text
     assert re.search(r"^stream: link_share 0\.\d+, .*mfu .* from \d+ points of \d+ kinds of loads", text, re.M)
-    (shipped,) = rows(*words, "--calibrate")
-    assert 0 < shipped["error"] < 0.15
-    assert shipped["output_tok_s"] == pytest.approx(result["output_tok_s"], rel=0.1)
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
-    (full,), (small,) = rows(*words), rows(*words, "--batch-size", "1")
-    assert full["bounds"] == ["link", "KV capacity"]
-    assert small["bounds"] == ["link"]
-    assert "link, KV capacity" in plan(*words)
+    small, full = rows(STREAMED_OPT, "--batch-size 1,auto")
+    assert (small["bounds"], full["bounds"]) == (["link"], ["link", "KV capacity"])
+    assert "link, KV capacity" in plan(STREAMED_OPT)
 
 
 def test_replaced_figures_are_shown() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 8 --set host_bandwidth=1TB/s")
-    (before,), (after,) = (rows(*words, "--set", f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
+    words = f"{STREAMED_OPT} --batch-size 8 --set host_bandwidth=1TB/s --set"
+    (before,), (after,) = (rows(words, f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
-    text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
+    text = plan(words, "h2d_bandwidth=109.8GB/s")
     assert "h100-80gb*" in text
     assert mentions(text, "109.8 GB/s", "set by hand", "54.9 GB/s")
 
@@ -193,92 +169,83 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
-    result = planned_by("-m", "bloom-176b", "--machine", "h100-80gb")
+    result = planned_by("-m bloom-176b --machine h100-80gb")
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
     assert len(re.findall(r"\d GB of GPU memory", result.stderr)) == 1
-    alone = planned_by("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none")
-    assert alone.exit_code == 4, "nothing fits"
+    plan("-m bloom-176b --machine h100-80gb --offload none", code=4)
 
 
 def test_a_batch_beyond_the_largest_does_not_fit() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload none",)
-    (best,) = rows(*words)
+    words = f"{OPT} --offload none --batch-size"
+    (best,) = rows(words, "auto")
     assert best["fits"]
     largest = best["max_batch_size"]
-    plans = json.loads(plan(*words, "--batch-size", f"{largest},{largest + 1}", "--json"))
-    assert [row["fits"] for row in plans] == [True, False]
-    text = plan("-m", "opt-66b", "--machine", "h100-80gb", "--batch-size", "1,2,4")
+    assert [row["fits"] for row in rows(words, f"{largest},{largest + 1}")] == [True, False]
+    assert plan(words, f"{largest},{largest + 1}").count("does not") == 1
+    plan(words, f"{largest + 1}", code=4)
+    text = plan("-m opt-66b --machine h100-80gb --batch-size 1,2,4")
     assert [text.count(words) for words in ("does not fit", "stream none", "stream cpu  ")] == [1, 1, 3]
-    plan(*words, "--batch-size", str(largest + 1), code=4)
-    text = plan(*words, "--batch-size", f"{largest},{largest + 1}")
-    assert text.count("does not") == 1
 
 
 def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
-    words = ("-m opt-30b --machine h100-80gb",)
-    plans = rows(*words, "--engine", "tensorrt,accelerate", "--offload", "cpu,nvme")
-    assert [(row["case"]["engine"], row["case"]["offload"]) for row in plans] == [
-        ("tensorrt", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
-    ]  # fmt: skip
-    refused = planned_by(*words, "--engine", "tensorrt", "--offload", "nvme")
+    plans = rows(OPT, "--engine tensorrt,accelerate --offload cpu,nvme")
+    loads = [f"{row['case']['engine']} {row['case']['offload']}" for row in plans]
+    assert loads == ["tensorrt cpu", "accelerate cpu", "accelerate nvme"]
+    refused = planned_by(OPT, "--engine tensorrt --offload nvme")
     assert refused.exit_code == 2
     assert mentions(refused.stderr, "tensorrt", "nvme", "accelerate")
-    result = planned_by(*words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu")
-    assert mentions(result.stderr, "gpus=2", "what-if")
+    assert mentions(planned_by(OPT, "--engine accelerate --gpus 2 --offload cpu").stderr, "gpus=2", "what-if")
 
 
 def test_what_several_gpus_cannot_do_is_said() -> None:
-    words = ("--machine h200 --set host_bytes=400GiB --gpus 2",)
-    result = planned_by(*words, "-m", "opt-30b", "--offload", "none")
+    words = "-m opt-30b --machine h200 --set host_bytes=400GiB --gpus 2"
+    result = planned_by(words, "--offload none")
     assert result.exit_code == 4
     assert mentions(result.stderr, "gpus=2 does not go with offload none")
-    result = planned_by(*words, "-m", "opt-30b")  # all of it fits one GPU
+    result = planned_by(words)  # all of it fits one GPU
     assert result.exit_code == 0
     assert mentions(result.output, "all of it fits", "stream cpu gpus=2")
 
 
 def test_formats_are_planned_for_engines_that_have_them() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu --weights as-released,int4,fp8", *STREAMED)
-    plans = {row["case"].get("weights"): row for row in rows(*words)}
-    assert plans.keys() == {None, "int4", "fp8"}
-    sizes = {form: row["streamed_bytes"] / plans[None]["streamed_bytes"] for form, row in plans.items()}
-    assert sizes["int4"] == pytest.approx(4.125 / 16, rel=0.01)
-    assert sizes["fp8"] == pytest.approx(0.83 / 2, rel=0.01)
-    some = planned_by(*words, "--engine", "stream,deepspeed,accelerate")
+    words = f"{STREAMED_OPT} --weights as-released,int4,fp8"
+    sizes = {row["case"].get("weights"): row["streamed_bytes"] for row in rows(words)}
+    assert sizes.keys() == {None, "int4", "fp8"}
+    assert sizes["int4"] == pytest.approx(4.125 / 16 * sizes[None], rel=0.01)
+    assert sizes["fp8"] == pytest.approx(0.83 / 2 * sizes[None], rel=0.01)
+    some = planned_by(words, "--engine stream,deepspeed,accelerate")
     assert some.exit_code == 0
     assert mentions(some.stderr, "left out: --weights fp8 is for stream", "deepspeed takes int4")
     assert mentions(some.stderr, "--weights int4 is for stream, deepspeed", "accelerate has no packed weights")
     with pytest.raises(OptionError, match="int4 is for stream, deepspeed: engine tensorrt has no packed"):
-        planned_by(*words, "--engine", "tensorrt", "--weights", "int4", catch_exceptions=False)
+        planned_by(words, "--engine tensorrt --weights int4", catch_exceptions=False)
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
-    result = planned_by(*words)
+    result = planned_by(STREAMED_OPT)
     assert mentions(result.stderr, "host memory is not known", "--host-memory")
     (size,) = re.findall(r"--host-memory (\d+GiB)", result.stderr)
-    enough = planned_by(*words, "--host-memory", size)
-    assert enough.exit_code == 0
-    assert enough.stderr == ""
-    little = planned_by(*words, "--host-memory", f"{int(size[:-3]) - 2}GiB")
-    assert little.exit_code == 4
-    assert json.loads(planned_by(*words, "--json").stdout)[0]["assumes"]
+    enough = planned_by(STREAMED_OPT, "--host-memory", size)
+    assert (enough.exit_code, enough.stderr) == (0, "")
+    plan(STREAMED_OPT, f"--host-memory {int(size[:-3]) - 2}GiB", code=4)
+    assert rows(STREAMED_OPT)[0]["assumes"]
 
 
 def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
-    (free,) = rows(*words)
-    (kept,) = rows(*words, "--sla", "ttft:mean:<=:2s")
+    (free,), (kept,) = rows(STREAMED_OPT), rows(STREAMED_OPT, "--sla ttft:mean:<=:2s")
     assert kept["prefill_s"] <= 2 < free["prefill_s"]
-    (next_one,) = rows(*words, "--batch-size", str(kept["case"]["workload"]["batch_size"] + 1))
+    (next_one,) = rows(STREAMED_OPT, f"--batch-size {kept['case']['workload']['batch_size'] + 1}")
     assert next_one["prefill_s"] > 2, "the largest batch that keeps the level has the best throughput"
-    text = plan(*words, "--sla", "ttft:mean:<=:2s", "--price", "2.5", "--prompts", "2k")
-    for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000 prompts take"):
-        assert words_ in text
-    text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)
+    text = plan(STREAMED_OPT, "--sla ttft:mean:<=:2s --price 2.5 --prompts 2k")
+    for words in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000 prompts take"):
+        assert words in text
+    text = plan(STREAMED_OPT, "--sla ttft:mean:<=:1ms", code=4)
     assert re.search(r"No plan of \d keeps every level", text)
     assert "missed by" in text
+
+
+PROMPTS = "-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k"
 
 
 def ranked(*words: str, code: int = 0) -> list[list[str]]:
@@ -288,59 +255,53 @@ def ranked(*words: str, code: int = 0) -> list[list[str]]:
 
 
 def test_several_machines_are_ranked_in_one_table() -> None:
-    words = ("-m opt-30b --machine t4,l40s,h200,h100-80gb --offload cpu --batch-size 4",)
-    names = [row[0] for row in ranked(*words)]
-    by_rate = sorted(rows(*words), key=lambda row: -row["output_tok_s"])
-    assert names == [row["machine"]["name"] for row in by_rate]
-    assert plan(*words).count("opt-30b") == 1, "no table of each machine"
-    prices = ("--price", "t4=0.1,l40s=9", "--price", "h200=1", "--price", "2")
-    by_cost = [row[0] for row in ranked(*words, *prices)]
+    words = "-m opt-30b --machine t4,l40s,h200,h100-80gb --offload cpu --batch-size 4"
+    names = [row[0] for row in ranked(words)]
+    rates = {row["machine"]["name"]: row["output_tok_s"] for row in rows(words)}
+    assert names == sorted(rates, key=lambda name: -rates[name])
+    assert plan(words).count("opt-30b") == 1, "no table of each machine"
+    prices = "--price t4=0.1,l40s=9 --price h200=1 --price 2"
     usd = {"t4": 0.1, "l40s": 9, "h200": 1, "h100-80gb": 2}
-    assert by_cost == sorted(
-        usd, key=lambda name: usd[name] / next(row["output_tok_s"] for row in by_rate if row["machine"]["name"] == name)
-    )
-    assert by_cost != names
-    (row,) = (row for row in rows(*words, *prices, "--sla", "ttft<=1s") if row["machine"]["name"] == "h200")
+    by_cost = sorted(usd, key=lambda name: usd[name] / rates[name])
+    assert [row[0] for row in ranked(words, prices)] == by_cost != names
+    (row,) = (row for row in rows(words, prices, "--sla ttft<=1s") if row["machine"]["name"] == "h200")
     assert row["usd_per_mtok"] == pytest.approx(1e6 / row["output_tok_s"] / 3600)
     assert (row["usd_per_gpu_hour"], row["price_assumed"]) == (1, False)
     assert row["levels"] == [{"level": "ttft p99 <= 1 s", "predicted": pytest.approx(row["prefill_s"]), "ok": True}]
-    assert [row[0] for row in ranked(*words, *prices, "--objective", "throughput")] == names
+    assert [row[0] for row in ranked(words, prices, "--objective throughput")] == names
 
 
 def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> None:
-    words = ("-m bloom-176b --machine t4,rtx-3090,rtx-4090,gh200-96gb,b300 --offload cpu",)
-    table = {row[0].rstrip("*"): row for row in ranked(*words)}
+    words = "-m bloom-176b --machine t4,rtx-3090,rtx-4090,gh200-96gb,b300 --offload cpu"
+    table = {row[0].rstrip("*"): row for row in ranked(words)}
     assert list(table)[-1] == "t4"
     assert table["t4"][1].startswith("no: ")
     assert [table[name][1] for name in ("rtx-3090", "rtx-4090")] == ["yes", "yes"]
     marked = {name: row[7].endswith("?") for name, row in table.items()}
     assert marked == {"rtx-3090": True, "rtx-4090": True, "b300": True, "gh200-96gb": False, "t4": False}
     assert {name: "~" in row[8] for name, row in table.items() if len(row[8])} == {"rtx-3090": True, "rtx-4090": True}
-    stated = {
-        row[0].rstrip("*"): row
-        for row in ranked(*words, "--host-memory", "rtx-3090=64GiB", "--host-memory", "rtx-4090=1TiB", "--price", "1")
-    }
+    table = ranked(words, "--host-memory rtx-3090=64GiB --host-memory rtx-4090=1TiB --price 1")
+    stated = {row[0].rstrip("*"): row for row in table}
     assert stated["rtx-3090"][1].startswith("no: host ")
     assert re.fullmatch(r"\d+ GiB", stated["rtx-4090"][7])
     assert stated["rtx-4090"][8] == "1.00"
     for wrong, why in (("dgx-spark", "not among the machines"), ("t4", "is not a value")):
-        refused = planned_by(*words, "--host-memory", f"{wrong}=lots")
+        refused = planned_by(words, f"--host-memory {wrong}=lots")
         assert why in refused.output + str(refused.exception)
 
 
 def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
-    words = ("-m opt-30b --offload cpu --batch-size 1 --host-memory 80GiB", *STREAMED)
-    table = {row[0]: row for row in ranked(*words, "--machine", "all")}
-    assert {name.rstrip("*") for name in table} == set(catalogue())
-    assert [name for name in table if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
-    assert list(table)[-1] == "dgx-spark"
-    refused = planned_by(*words, "--machine", "dgx-spark")
-    assert "share one memory" in str(refused.exception)
+    words = f"-m opt-30b --offload cpu --batch-size 1 --host-memory 80GiB {STREAMED} --machine"
+    names = [row[0] for row in ranked(words, "all")]
+    assert {name.rstrip("*") for name in names} == set(catalogue())
+    assert [name for name in names if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
+    assert names[-1] == "dgx-spark"
+    assert "share one memory" in str(planned_by(words, "dgx-spark").exception)
 
 
 def test_levels_rank_before_the_rate() -> None:
-    words = ("-m opt-30b --machine t4,h100-80gb,l40s --offload cpu --batch-size 4,16,64", *STREAMED)
-    table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
+    words = f"-m opt-30b --machine t4,h100-80gb,l40s --offload cpu --batch-size 4,16,64 {STREAMED}"
+    table = ranked(words, "--sla ttft<=3s --want 5tok/s")
     assert [(row[0], row[3]) for row in table] == [("h100-80gb", "64"), ("l40s", "16"), ("t4", "4")]
     assert [row[10].partition(":")[0] for row in table] == ["yes", "yes", "no"]
     assert re.fullmatch(r"no: [\d.]+ s ttft, [\d.]+ tok/s", table[-1][10])
@@ -348,45 +309,41 @@ def test_levels_rank_before_the_rate() -> None:
 
 
 def test_prompts_give_hours_and_usd() -> None:
-    words = ("-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k",)
-    table = ranked(*words, "--price", "2")
-    for row, cells in zip(rows(*words, "--price", "2"), table, strict=True):
-        hours = 63 * row["e2e_s"] / 3600
+    words = f"{PROMPTS} --price 2"
+    for row, cells in zip(rows(words), ranked(words), strict=True):
+        hours, machine = 63 * row["e2e_s"] / 3600, row["machine"]["name"]
         assert row["prompts_hours"] == pytest.approx(hours)
         assert row["prompts_usd"] == pytest.approx(2 * hours)
         assert float(cells[10].removesuffix(" h")) == pytest.approx(hours, rel=0.01)
-        alone = plan(*words, "--machine", row["machine"]["name"], "--price", "2")
-        assert f"1,000 prompts take {cells[10]} on {row['machine']['name']} for {cells[11]} USD, at batch 16." in alone
-        assumed = plan(*words, "--machine", row["machine"]["name"])
-        assert mentions(assumed, "USD an hour", row["machine"]["name"], "is assumed", "RunPod", "2026-03-10")
+        alone, assumed = (plan(each, "--machine", machine) for each in (words, PROMPTS))
+        assert f"1,000 prompts take {cells[10]} on {machine} for {cells[11]} USD, at batch 16." in alone
+        assert mentions(assumed, "USD an hour", machine, "is assumed", "RunPod", "2026-03-10")
         assert "is assumed" not in alone
 
 
 def test_a_deadline_gives_the_number_of_machines() -> None:
-    words = ("-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k", "--deadline", "30min")
-    for row, cells in zip(rows(*words), ranked(*words), strict=True):
-        batches = int(1800 / row["e2e_s"])  # that a machine ends in time; 63 are needed
-        assert (row["machines_for_deadline"] - 1) * batches < 63 <= row["machines_for_deadline"] * batches
-        assert cells[12] == str(row["machines_for_deadline"])
-        alone = plan(*words, "--machine", row["machine"]["name"])
-        assert f"to end within 30 min 00 s it takes {row['machines_for_deadline']} machine" in alone
-    assert "no number of machines is enough" in plan(*words[:1], "--machine", "l40s", "--deadline", "1s")
+    words = f"{PROMPTS} --deadline 30min"
+    for row, cells in zip(rows(words), ranked(words), strict=True):
+        batches, needed = int(1800 / row["e2e_s"]), row["machines_for_deadline"]  # a machine ends so many of 63 in time
+        assert (needed - 1) * batches < 63 <= needed * batches
+        assert cells[12] == str(needed)
+        alone = plan(words, "--machine", row["machine"]["name"])
+        assert f"to end within 30 min 00 s it takes {needed} machine" in alone
+    assert "no number of machines is enough" in plan(PROMPTS, "--machine l40s --deadline 1s")
     assert planned_by("-m opt-30b --deadline 1h").exit_code == 2
 
 
 def test_machines_on_which_a_model_fits_are_named() -> None:
-    done = planned_by("-m opt-66b --machine t4 --offload none")
-    (hint,) = (line for line in done.stderr.splitlines() if "it fits on" in line)
+    (hint,) = re.findall(".*it fits on.*", planned_by("-m opt-66b --machine t4 --offload none").stderr)
     assert mentions(hint, "h200", "mi300x", "--machine all")
     assert not mentions(hint, "h100-80gb")
-    done = planned_by("-m deepseek-v3 --machine dgx-spark")
-    (hint,) = (line for line in done.stderr.splitlines() if "it fits" in line)
+    (hint,) = re.findall(".*it fits.*", planned_by("-m deepseek-v3 --machine dgx-spark").stderr)
     assert re.search(r"it fits if the host has its memory, on .*h200", hint)
     assert not re.search(r"\bgh200", hint), "its memory is known, and less"
     assert "no machine of the catalogue" in planned_by("-m deepseek-v3 --machine t4 --offload none").stderr
 
 
 def test_what_has_no_answer_is_told_once() -> None:
-    done = planned_by("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
+    done = planned_by("-m bloom-tiny --machine h100-80gb --input-len 4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")
     assert "left out" not in done.stderr, "the error says it"

@@ -1,6 +1,8 @@
 """Decisions on fabricated points whose answers follow by arithmetic."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,10 @@ from zinfer.record.measurement import Measurement, latest
 from zinfer.record.stats import spread
 
 
-def exact(
-    batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: object
-) -> Measurement:
+def exact(batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: Any) -> Measurement:
     """Return a point with constant prefill and step times. Its throughput is batch_size / step_s."""
-    asked = case(batch_size, engine, offload, output_len=4, **fields)
-    return point(asked).model_copy(update={"ttft_ms": (step_s * 1e3,), "step_ms": ((step_s * 1e3,) * 3,)})
+    step_ms = step_s * 1e3
+    return point(case(batch_size, engine, offload, output_len=4, **fields), ttft_ms=[step_ms], step_ms=[[step_ms] * 3])
 
 
 def failed(batch_size: int, status: str = "oom_gpu", engine: str = "stream", offload: str = "cpu") -> Measurement:
@@ -40,26 +40,15 @@ def test_the_best_point_is_the_fastest_usable_one() -> None:
     assert fastest is not None
     assert (fastest.case.offload, fastest.case.workload.batch_size) == ("cpu", 32)
     assert fastest.output_tok_s == pytest.approx(120)
-    assert best([failed(1)]) is None
-    assert best([]) is None
-
-
-def test_the_smaller_of_equally_fast_batches_is_better() -> None:
-    fastest = best([exact(16, 2.0), exact(8, 1.0), exact(32, 4.0)])
-    assert fastest is not None
-    assert fastest.case.workload.batch_size == 8
+    assert best([failed(1)]) is best([]) is None
+    assert best([exact(16, 2.0), smaller := exact(8, 1.0), exact(32, 4.0)]) is smaller, "of equally fast ones"
 
 
 def test_each_load_is_taken_at_its_own_best_batch() -> None:
     batches = [(point.case.offload, point.case.workload.batch_size) for point in best_by_load(PUBLISHED)]
     assert batches == [("cpu", 32), ("none", 16)]
-    assert [load.label() for load in by_load(sweep())] == [
-        "accelerate cpu",
-        "deepspeed cpu",
-        "stream none",
-        "stream cpu",
-        "stream cpu weight_codec=lossless",
-    ]
+    labels = ["accelerate cpu", "deepspeed cpu", "stream none", "stream cpu", "stream cpu weight_codec=lossless"]
+    assert [load.label() for load in by_load(sweep())] == labels
 
 
 def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
@@ -83,16 +72,12 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
             ["cpu", "offload_not_effective", "batch 1", "4 tok/s", "batch 4"],
         ),
         ([failed(1)], ["fits on the GPU: not measured"]),
-        (
-            [exact(8, 1.0), exact(4, 1.0, offload="none")],
-            ["cpu", "2.00x", "8 tok/s", "batch 8", "4 tok/s", "batch 4"],
-        ),
     ],
 )
 def test_a_verdict_names_a_missing_side(points: list[Measurement], facts: list[str]) -> None:
     (verdict,) = offload_verdicts(points)
     assert mentions(verdict.text, *facts)
-    assert (verdict.gain is None) == ("2.00x" not in facts)
+    assert verdict.gain is None
 
 
 def test_several_engines_are_judged_together_first() -> None:
@@ -109,15 +94,9 @@ def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "half_width"),  # from tables of Student's t: 12.706, 4.303, 2.228, 2.086, 1.984
-    [
-        ([1, 3], 12.706),
-        ([1, 2, 3], 2.484),
-        (list(range(11)), 2.228),
-        (list(range(21)), 2.824),
-        (list(range(101)), 5.784),
-    ],
+    [((1, 3), 12.706), ((1, 2, 3), 2.484), (range(11), 2.228), (range(21), 2.824), (range(101), 5.784)],
 )
-def test_spread_is_students_interval(samples: list[float], half_width: float) -> None:
+def test_spread_is_students_interval(samples: Sequence[float], half_width: float) -> None:
     interval = spread(samples)
     assert interval is not None
     assert interval.mean == pytest.approx(sum(samples) / len(samples))
@@ -125,17 +104,11 @@ def test_spread_is_students_interval(samples: list[float], half_width: float) ->
 
 
 def test_groups_never_mix_what_cannot_be_compared() -> None:
-    asked = case(8)
-    points = [
-        point(asked),
-        point(asked, machine="h200"),
-        point(case(8, layers=None)),
-        point(case(8, model="opt-30b")),
-        point(case(8, dtype="float16")),
-        point(case(8, load_format="safetensors")),
-        point(case(8, input_len=128)),
-        point(case(8, output_len=64)),
+    others: list[dict[str, Any]] = [
+        *({"layers": None}, {"model": "opt-30b"}, {"dtype": "float16"}, {"load_format": "safetensors"}),
+        *({"input_len": 128}, {"output_len": 64}),
     ]
+    points = [point(case(8)), point(case(8), machine="h200"), *(point(case(8, **fields)) for fields in others)]
     by_group = groups(points)
     assert [len(members) for members in by_group.values()] == [1] * len(points)
     assert len({group.stem("all", alone=False) for group in by_group}) == len(points)
@@ -164,8 +137,7 @@ def test_a_group_says_slice_weights_and_machine() -> None:
 
 def spreading(asked: Case, *seconds: float) -> Measurement:
     """Return a one-token point whose repeats take `seconds`."""
-    times = {"ttft_ms": tuple(1e3 * value for value in seconds), "step_ms": tuple(() for _ in seconds)}
-    return point(asked).model_copy(update=times)
+    return point(asked, ttft_ms=[1e3 * value for value in seconds], step_ms=[()] * len(seconds))
 
 
 def test_a_difference_within_the_noise_is_no_gain() -> None:
@@ -176,7 +148,7 @@ def test_a_difference_within_the_noise_is_no_gain() -> None:
     assert mentions(verdict.text, "no difference beyond the noise", "±", "batch 8")
     assert not re.search(r"\d%|\dx", verdict.text)
     assert mentions(verdict.text, "At equal batch (8) there is no difference")
-    assert tied([with_offload, without], with_offload) == "As fast within the noise: stream none at batch 8."
+    assert mentions(tied([with_offload, without], with_offload), "stream none", "batch 8")
 
 
 def test_a_gain_beyond_the_noise_has_its_spread() -> None:
@@ -188,7 +160,9 @@ def test_a_gain_beyond_the_noise_has_its_spread() -> None:
 
 
 def test_single_runs_are_called_so() -> None:
-    assert mentions(offload_verdicts([exact(8, 1.0), exact(4, 1.0, offload="none")])[0].text, "2.00x, single run")
+    (verdict,) = offload_verdicts([exact(8, 1.0), exact(4, 1.0, offload="none")])
+    assert verdict.gain == 2
+    assert mentions(verdict.text, "cpu", "2.00x, single run", "8 tok/s", "batch 8", "4 tok/s", "batch 4")
     assert any("one repeat" in caution for caution in cautions([exact(8, 1.0)]))
     assert not any("one repeat" in caution for caution in cautions(sweep()))
 

@@ -1,5 +1,6 @@
 """Leave-one-out predictions against the committed records, and fits of known factors."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from zinfer.analysis import calibrate
 from zinfer.analysis.calibrate import PredictedPoint, Quantity
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Option
+from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
@@ -89,19 +90,15 @@ def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """A choice by leave-one-out predictions loses 6% at most.
+    """A choice by leave-one-out predictions loses 6% at most. Loads of the same work differ by as much.
 
-    Loads of the same work differ by as much.
-
-    The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
-    type of the KV cache.
+    The candidates are all that was measured of a model and a pair of lengths on a machine.
     """
-    groups: dict[tuple[object, ...], list[PredictedPoint]] = {}
+    groups = defaultdict[tuple[object, ...], list[PredictedPoint]](list)
     for row in rows:
         if row.error("tok_s") is not None:
             load = row.case.workload
-            key = (row.machine, row.case.model, row.case.layers, load.input_len, load.output_len)
-            groups.setdefault(key, []).append(row)
+            groups[row.machine, row.case.model, row.case.layers, load.input_len, load.output_len].append(row)
     choices = [candidates for candidates in groups.values() if len(candidates) > 2]
     assert len(choices) >= 5
     for group in choices:
@@ -159,13 +156,12 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoi
     return calibrate.calibrate(points, machines)[1]
 
 
-def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H100, **options: Option) -> Measurement:
-    """Return a point whose engine has exactly this efficiency. Of OPT-30B, or of the model `name`."""
-    share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
-    chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
-    asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
-    spec = resolve.resolve(name, None, None)
-    plan = make_plan(asked, spec, on, efficiency=efficiency)
+def fabricated(efficiency: Efficiency, size: int, offload: str) -> Measurement:
+    """Return a point of OPT-30B whose engine has exactly this efficiency."""
+    chosen = (("cuda_graphs", "off"), ("weight_codec", "none"))
+    asked = case(size, model="opt-30b", layers=None, offload=offload, options=chosen)
+    spec = resolve.resolve("opt-30b")
+    plan = make_plan(asked, spec, H100, efficiency=efficiency)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -173,7 +169,7 @@ def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H1
         ttft_ms=[plan.prefill_s * 1e3] * 2,
         step_ms=[[plan.step_s * 1e3] * 31] * 2,
         gpu_peak_bytes=plan.gpu.total - plan.gpu.overhead,
-        link_bandwidth=on.h2d_bandwidth,
+        link_bandwidth=H100.h2d_bandwidth,
         num_layers=spec.num_layers,
         total_layers=spec.num_layers,
         effective=Effective(
@@ -187,13 +183,11 @@ def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H1
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
-    efficiency = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
-    points = [fabricated(efficiency, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
+    factors = {"link_share": 0.83, "layer_s": 1.5e-3, "mfu": 0.7, "memory": 1.2}
+    made = Efficiency.model_validate(factors)
+    points = [fabricated(made, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
     fitted = calibrate.calibrate(points, {"h100": H100})[0]["stream"]
-    assert fitted.link_share == pytest.approx(0.83, rel=1e-3)
-    assert fitted.layer_s == pytest.approx(1.5e-3, rel=1e-3)
-    assert fitted.mfu == pytest.approx(0.7, rel=1e-3)
-    assert fitted.memory == pytest.approx(1.2, rel=1e-3)
+    assert {name: getattr(fitted, name) for name in factors} == pytest.approx(factors, rel=1e-3)
     assert fitted.points == 6
     assert [band for _, band in fitted.errors] == [calibrate.EVIDENCE.min_error] * 2, "streamed and resident"
     errors = [row.error("tok_s") for row in table(points, {"h100": H100})]
@@ -215,10 +209,8 @@ def test_records_tell_whether_attention_was_fused() -> None:
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
-    efficiency = Efficiency(link_share=0.5)
-    (row,) = table([fabricated(efficiency, 8, "cpu")], {"h100": H100})
-    assert row.predicted == {}
-    assert row.error("tok_s") is None
+    (row,) = table([fabricated(Efficiency(link_share=0.5), 8, "cpu")], {"h100": H100})
+    assert (row.predicted, row.error("tok_s")) == ({}, None)
     odd = [fabricated(Efficiency(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
     errors = [row.error("tok_s") or 0.0 for row in table(odd, {"h100": H100})]
     assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
@@ -248,12 +240,9 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
 
 def test_unusable_points_are_left_out() -> None:
     good = fabricated(Efficiency(), 8, "cpu")
-    others = [
-        good.model_copy(update={"machine": "unknown"}),
-        good.model_copy(update={"machine": "laptop"}),
-        good.model_copy(update={"status": "oom_gpu"}),
-        good.model_copy(update={"case": good.case.model_copy(update={"model": "no-such-model"})}),
-    ]
+    nameless = good.case.model_copy(update={"model": "no-such-model"})
+    changes = ({"machine": "unknown"}, {"machine": "laptop"}, {"status": "oom_gpu"}, {"case": nameless})
+    others = [good.model_copy(update=change) for change in changes]
     machines = {"h100": H100, "laptop": H100.model_copy(update={"gpu_count": 0})}
     assert len(table([good, *others], machines)) == 1
     assert calibrate.calibrate(others, machines)[0] == {}
@@ -261,8 +250,8 @@ def test_unusable_points_are_left_out() -> None:
 
 
 def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
-    asked = Case.model_validate(fabricated(Efficiency(), 1, "cpu").case.model_dump() | {"engine": "accelerate"})
-    plan = predict(asked, resolve.resolve("opt-30b", None, None), H100, {"stream": Efficiency(link_share=0.1)})
+    asked = case(1, "accelerate", model="opt-30b", layers=None)
+    plan = predict(asked, resolve.resolve("opt-30b"), H100, {"stream": Efficiency(link_share=0.1)})
     assert plan.error is None
     assert plan.output_tok_s is not None
 

@@ -11,8 +11,9 @@ from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import Weights
+from zinfer.plan.bytes import Placement
 from zinfer.plan.placement import CAUTIOUS
-from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.planner import Planner
 from zinfer.plan.search import powers
 from zinfer.plan.times import shipped
 from zinfer.system import machines
@@ -25,7 +26,7 @@ MODELS: tuple[tuple[str, Weights], ...] = (
     )),
     ("llama-3.1-70b", "int4"), ("mixtral-8x7b", "int4"),
 )  # fmt: skip
-H100 = str(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
+H100, H200 = (str(RESULTS / name / "machine.json") for name in ("nvidia-h100-80gb-hbm3", "nvidia-h200"))
 # with the GiB of their GPU, if these are fewer than it has
 MACHINES = (
     *((name, None) for name in (
@@ -45,25 +46,34 @@ def load(name: str, gpu_gib: int | None = None) -> Machine:
     return machine if gpu_gib is None else machine.model_copy(update={"gpu_bytes": gpu_gib << 30})
 
 
+def planner_of(
+    name: str, machine: Machine, shape: tuple[int, int, int], share: str | None = "auto", **fields: Any
+) -> Planner:
+    """Return the calibrated planner of a load by `stream`. `shape` is its batch size and lengths."""
+    workload = Workload(batch_size=shape[0], input_len=shape[1], output_len=shape[2])
+    fields["options"] = tuple(sorted(fields.pop("options", {}).items()))
+    given = {"offload": "cpu", "gpu_weights": share, "workload": workload}
+    case = Case(**given | fields, model=name, engine="stream")
+    return Planner(case, resolve.resolve(name, weights=case.weights), machine, shipped()["stream"])
+
+
 def rates(model: tuple[str, Weights], machine: Machine, lengths: tuple[int, int]) -> list[tuple[float, float, str]]:
     """Return tokens a second, planned and best of a grid.
 
     The first are those of the best batches, the others those of `BATCHES`; each with the label of the best.
     """
     name, weights = model
-    workload = Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1])
-    spec = resolve.resolve(name, weights=weights)
 
     def planner(offload: Any, share: str | None, **options: str) -> Planner:
-        case = Case(model=name, engine="stream", offload=offload, gpu_weights=share, workload=workload,
-                    weights=weights, options=tuple(sorted(options.items())))  # fmt: skip
-        return Planner(case, spec, machine, shipped()["stream"])
+        fields = {"weights": weights, "offload": offload, "options": options}
+        return planner_of(name, machine, (1, *lengths), share, **fields)
 
     def rate(planner: Planner, size: int) -> float:
         able = planner.at(workload).fits and 0 < size <= planner.max_batch(workload)
         return (planner.rate(workload.with_batch(size)) or 0.0) if able else 0.0
 
     bare = planner("none", None), planner("cpu", "auto")
+    spec, workload = bare[0].model, bare[0].case.workload
     chosen = [each.searched(workload) for each in bare]
     default = [max(rate(each, each.best_size(workload)) for each in chosen)]
     default += [max(rate(each.searched(workload, size, exact=True), size) for each in bare) for size in BATCHES]
@@ -96,26 +106,22 @@ def test_no_setting_is_much_faster_than_what_is_chosen_without_any(every: int) -
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_finer_grid_of_shares_finds_little_more(calibrated: bool) -> None:
     """Host memory is short here: what stays on the GPU leaves it to the KV cache."""
-    spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))
-    workload = Workload(batch_size=1, input_len=512, output_len=512)
 
     def best(share: str) -> float:
-        case = Case(model=spec.name, engine="stream", offload="cpu", gpu_weights=share, workload=workload)
-        planner = Planner(case, spec, machine, shipped()["stream"] if calibrated else None)
-        return planner.searched(workload).best(workload).output_tok_s or 0.0
+        planner = planner_of("bloom-176b", load(H200), (1, 512, 512), share)
+        if not calibrated:
+            planner = Planner(planner.case, planner.model, planner.machine)
+        return planner.searched(planner.case.workload).best(planner.case.workload).output_tok_s or 0.0
 
     assert best("auto") >= 0.95 * max(best(f"{share}%") for share in range(5, 70, 5))
 
 
 def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leave_the_gpu() -> None:
-    spec, workload = resolve.resolve("gpt-oss-120b"), Workload(batch_size=1, input_len=64, output_len=16)
     largest = []
-    for kv_offload in ("none", "auto", "cpu"):
-        case = Case(
-            model=spec.name, engine="stream", offload="none", workload=workload, options=(("kv_offload", kv_offload),)
-        )
-        planner = Planner(case, spec, machines.load("h100-80gb"), shipped()["stream"])
-        largest.append(planner.max_batch(workload))
+    for place in ("none", "auto", "cpu"):
+        fields = {"offload": "none", "options": {"kv_offload": place}}
+        planner = planner_of("gpt-oss-120b", load("h100-80gb"), (1, 64, 16), None, **fields)
+        largest.append(planner.max_batch(planner.case.workload))
     assert largest[0] < largest[1] >= largest[2]
 
 
@@ -126,11 +132,8 @@ def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leav
 )  # fmt: skip
 def test_memory_is_filled_up_to_the_margin(name: str, machine: tuple[str, int | None], rows: int) -> None:
     """Layers take the place of KV cache. Rings have a margin, too."""
-    there, spec = load(*machine), resolve.resolve(name)
-    workload = Workload(batch_size=rows, input_len=512, output_len=256)
-    case = Case(model=name, engine="stream", offload="cpu", gpu_weights="auto", workload=workload)
-    planner = Planner(case, spec, there, shipped()["stream"])
-    placement = planner.placement(workload)
+    planner = planner_of(name, there := load(*machine), (rows, 512, 256))
+    placement = planner.placement(workload := planner.case.workload)
     tiers = planner.placer.tiers(placement, workload, CAUTIOUS)
     assert 0.97 * there.gpu_bytes < tiers.gpu.total <= there.gpu_bytes
     assert placement.kv_host_share > 0
@@ -139,41 +142,30 @@ def test_memory_is_filled_up_to_the_margin(name: str, machine: tuple[str, int | 
 @pytest.mark.parametrize(("name", "asked"), [("qwen3-30b-a3b", "cpu"), ("gpt-oss-120b", None)])
 def test_a_cpu_computes_experts_unasked_where_its_code_is_fast(name: str, asked: str | None) -> None:
     """Many rows bring experts on demand, so that the load decides."""
-    spec, workload = resolve.resolve(name), Workload(batch_size=1, input_len=512, output_len=256)
 
-    def chosen(avx512: bool, rows: int = 1) -> Planner:
-        machine = load("h100-80gb", 24)
-        machine = machine.model_copy(update={"details": {"host": {"cores": 16, "avx512": avx512}}})
-        case = Case(model=name, engine="stream", offload="cpu", gpu_weights="auto", workload=workload)
-        return Planner(case, spec, machine, shipped()["stream"]).searched(workload, rows, exact=True)
+    def chosen(avx512: bool, rows: int = 1) -> tuple[Placement, object]:
+        details = {"host": {"cores": 16, "avx512": avx512}}
+        machine = load("h100-80gb", 24).model_copy(update={"details": details})
+        workload = (planner := planner_of(name, machine, (1, 512, 256))).case.workload
+        planner = planner.searched(workload, rows, exact=True)
+        return planner.placement(workload.with_batch(rows)), dict(planner.case.options).get("experts")
 
-    assert dict(chosen(True).case.options).get("experts") == asked
-    assert chosen(True).placement(workload).computes(1)
-    assert not chosen(False).placement(workload).cpu_tokens
-    many = chosen(True, 64)
-    assert not many.placement(workload.with_batch(64)).computes(64)
-    assert "experts" not in dict(many.case.options)
+    (able, experts), (many, others) = chosen(True), chosen(True, 64)
+    assert (able.computes(1), experts) == (True, asked)
+    assert not chosen(False)[0].cpu_tokens
+    assert (many.computes(64), others) == (False, None)
 
 
 @pytest.mark.parametrize("share", ["40%", "45%", "50%", "55%"])
 def test_no_larger_batch_fits_than_the_largest(share: str) -> None:
-    spec, machine = resolve.resolve("bloom-176b"), machines.load(str(RESULTS / "nvidia-h200" / "machine.json"))
-    workload = Workload(batch_size=1, input_len=512, output_len=512)
-    case = Case(model=spec.name, engine="stream", offload="cpu", gpu_weights=share, workload=workload)
-    largest = [
-        Planner(case.model_copy(update={"options": options}), spec, machine, shipped()["stream"]).max_batch(workload)
-        for options in ((), (("kv_offload", "cpu"),), (("kv_offload", "none"),))
-    ]
+    places = ("auto", "cpu", "none")
+    planners = [planner_of("bloom-176b", load(H200), (1, 512, 512), share, options={"kv_offload": p}) for p in places]
+    largest = [planner.max_batch(planner.case.workload) for planner in planners]
     assert largest[0] == max(largest) > 90
 
 
 CPU_EXPERTS = ("mixtral-8x7b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b")
-HOSTS: tuple[tuple[str, int | None], ...] = (
-    ("h100-80gb", None),
-    ("h100-80gb", 48),
-    ("h100-80gb", 24),
-    ("rtx-4090", None),
-)
+HOSTS: list[tuple[str, int | None]] = [*(("h100-80gb", gib) for gib in (None, 48, 24)), ("rtx-4090", None)]
 BUDGETS = ("0%", "256MiB", "1GiB", "4GiB", "7GiB", "10GiB", "20GiB", "40GiB", "60GiB")
 
 
@@ -188,25 +180,17 @@ def test_a_larger_budget_never_makes_a_step_slower(
     name: str, experts: str, rows: int, machine: tuple[str, int | None]
 ) -> None:
     """Experts of layers on the GPU, beside the CPU, too."""
-    there, spec = load(*machine), resolve.resolve(name)
-    workload = Workload(batch_size=rows, input_len=512, output_len=32)
-    options = () if experts == "auto" else (("experts", experts),)
-
-    def plan(budget: str) -> Plan | None:
-        case = Case(
-            model=name, engine="stream", offload="cpu", gpu_weights=budget, workload=workload, options=options
-        )  # fmt: skip
-        made = Planner(case, spec, there, shipped()["stream"]).plan
-        return made if made.holds else None
-
-    plans = [made for made in map(plan, BUDGETS) if made is not None]
+    there, shares = load(*machine), (*BUDGETS, "auto")
+    every = (planner_of(name, there, (rows, 512, 32), share, options={"experts": experts}) for share in shares)
+    *plans, auto = (planner.plan for planner in every)
+    plans = [made for made in plans if made.holds]
     steps = [made.step_s or inf for made in plans]
     assert len(steps) >= 5
     assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in pairwise(steps)), steps
     layers = [len(made.placement.expert_layers) for made in plans]
     assert layers == sorted(layers)
-    readable = experts == "cpu" and name != "deepseek-v3" and plans[-1].resident_bytes > 0.5 * spec.streamed_bytes
+    most = 0.5 * auto.model.streamed_bytes
+    readable = experts == "cpu" and name != "deepseek-v3" and plans[-1].resident_bytes > most
     assert not readable or layers[-1] > 0, layers
-    auto = plan("auto")
-    assert auto is not None
+    assert auto.holds
     assert (auto.step_s or inf) <= min(steps) * (1.03 if machine == ("h100-80gb", None) else 1.1), "it leaves a margin"

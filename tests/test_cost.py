@@ -28,9 +28,10 @@ H100 = machines.load("h100-80gb").model_copy(
     update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
 )
 PLAIN = {"kv_offload": "none", "weight_codec": "none"}
-ON_CPU = {"kv_attention": "cpu", "kv_offload": "cpu"}
+ON_CPU: Any = {"kv_attention": "cpu", "kv_offload": "cpu"}
 RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
 PHYSICS, GOOD = Efficiency(link_share=1.0), Efficiency()
+near: Any = pytest.approx
 FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
@@ -81,7 +82,7 @@ def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float
     everything = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     assert Sizes(everything, BLOOM).wire() == BLOOM.weight_bytes
     times = Timing(everything, BLOOM, linked(bandwidth), PHYSICS).step(32, 528)
-    assert (seconds(times), times.bound_by) == (pytest.approx(step_s, rel=0.005), "link")
+    assert (seconds(times), times.bound_by) == (near(step_s, rel=0.005), "link")
 
 
 def test_golden_sizes_of_bloom() -> None:
@@ -572,7 +573,7 @@ def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
     ):
         placement = Placement(tier="host", gpus=2, divided=divided)
         times = Timing(placement, BLOOM, linked(50e9, gather_bandwidth=gathers), efficiency).step(8, 512)
-        assert (times.seconds, times.bound_by) == (pytest.approx(expected), bound_by)
+        assert (times.seconds, times.bound_by) == (near(expected), bound_by)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
@@ -589,10 +590,10 @@ def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
 def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
     opt = resolve.resolve("opt-30b")
     times = Timing(Placement(), opt, H100, Efficiency(link_share=1.0, layer_s=2e-3)).step(1, 512)
-    assert (times.bound_by, times.seconds) == ("launch", pytest.approx(2e-3 * opt.num_layers))
+    assert (times.bound_by, times.seconds) == ("launch", near(2e-3 * opt.num_layers))
     disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
     on_disk = Timing(Placement(tier="nvme"), opt, disk, PHYSICS).step(1, 512)
-    assert (on_disk.bound_by, on_disk.seconds) == ("nvme", pytest.approx(opt.streamed_bytes / 5e9))
+    assert (on_disk.bound_by, on_disk.seconds) == ("nvme", near(opt.streamed_bytes / 5e9))
 
 
 @pytest.mark.parametrize("unknown", ["hbm_bandwidth", "h2d_bandwidth", "matmul_flops"])

@@ -254,5 +254,6 @@ def test_the_package_that_reads_a_gguf_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_a_configuration_without_transforms_is_read() -> None:
     quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
-    for empty in ({}, {"config_groups": {}}, None):
+    every: list[object] = [{}, {"config_groups": {}}, None]
+    for empty in every:
         assert quantization.settings_of({"quantization_config": quantized | {"transform_config": empty}}) is not None

@@ -1,7 +1,5 @@
 """Plan arithmetic against published figures, and planning calls of a sweep."""
 
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import Checkpoints, mentions
 from tests.inline_worker import InlineWorker
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload, resident_bytes
 from zinfer.core.engine import ENGINES
 from zinfer.core.machine import Machine
+from zinfer.job.forecast import LoadJob
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import prepare, run, source_of
+from zinfer.plan.bytes import Placement
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.store import Header, Store
@@ -39,9 +40,7 @@ def planned(name: str, machine: Machine = BIG, **fields: Any) -> Any:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
-    plan = planned("bloom-176b", offload="none")
-    assert "GPU memory" in plan.why_not
-    assert "--offload cpu" in plan.why_not
+    assert mentions(planned("bloom-176b", offload="none").why_not, "GPU memory", "--offload cpu")
     small = BIG.model_copy(update={"host_bytes": 128 << 30})
     plan = planned("bloom-176b", small)
     assert "host memory (h100-80gb has 137.4 GB)" in plan.why_not
@@ -55,14 +54,13 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     small = resolve.resolve("bloom-560m")
     spec = resolve.resolve("bloom-176b").model_copy(update={"draft": small})
     asked = case("bloom-176b", batch_size=64)
-    alone, planned_together = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
-    more = planned_together.gpu.total - alone.gpu.total
-    assert planned_together.gpu.weights - alone.gpu.weights == small.weight_bytes
-    assert planned_together.gpu.kv_cache - alone.gpu.kv_cache == small.kv_bytes(64, 680 + 256)
-    assert more > small.weight_bytes + small.kv_bytes(64, 544)
-    assert planned_together.max_batch_size < alone.max_batch_size
-    assert planned_together.placement.ring_depth <= alone.placement.ring_depth
-    drafting = planned_together.planner().draft(asked.workload)
+    alone, both = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
+    assert both.gpu.weights - alone.gpu.weights == small.weight_bytes
+    assert both.gpu.kv_cache - alone.gpu.kv_cache == small.kv_bytes(64, 680 + 256)
+    assert both.gpu.total - alone.gpu.total > small.weight_bytes + small.kv_bytes(64, 544)
+    assert both.max_batch_size < alone.max_batch_size
+    assert both.placement.ring_depth <= alone.placement.ring_depth
+    drafting = both.planner().draft(asked.workload)
     assert drafting is not None
     assert (drafting.case.offload, drafting.model) == ("none", small)
     assert alone.planner().draft(asked.workload) is None
@@ -80,9 +78,8 @@ def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_
 
 
 def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:
-    assert [resident_bytes(text, 1000, 300) for text in (None, "auto", "0%", "25%", "100%", "500B", "4GB")] == [
-        0, 300, 0, 250, 1000, 500, 1000,
-    ]  # fmt: skip
+    bytes_of = {None: 0, "auto": 300, "0%": 0, "25%": 250, "100%": 1000, "500B": 500, "4GB": 1000}
+    assert {text: resident_bytes(text, 1000, 300) for text in bytes_of} == bytes_of
     all_streamed, half = (planned("opt-30b", engine="tensorrt", gpu_weights=share) for share in ("0%", "50%"))
     assert half.step_s == pytest.approx(all_streamed.step_s / 2)
     assert half.gpu.weights - all_streamed.gpu.weights == half.model.streamed_bytes // 2
@@ -105,18 +102,19 @@ def test_without_a_gpu_the_host_carries_both() -> None:
 )
 def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, factor: float) -> None:
     machine = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
-    plan = planned(name, machine, offload=offload, engine=engine, batch_size=batch)
-    larger = planned(name, machine, offload=offload, engine=engine, batch_size=batch + 1)
+    rates = {rate: getattr(machine, rate) * factor for rate in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
+    ways = ((machine, batch), (machine, batch + 1), (machine.model_copy(update=rates), batch))
+    plan, larger, quick = (planned(name, on, offload=offload, engine=engine, batch_size=size) for on, size in ways)
     assert larger.gpu.total >= plan.gpu.total
     assert larger.step_s >= plan.step_s
     assert larger.max_batch_size == plan.max_batch_size
-    faster = machine.model_copy(
-        update={name: getattr(machine, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
-    )
-    quick = planned(name, faster, offload=offload, engine=engine, batch_size=batch)
     assert quick.step_s <= plan.step_s
     assert quick.prefill_s <= plan.prefill_s
     assert plan.gpu.total == sum(getattr(plan.gpu, part) for part in type(plan.gpu).model_fields)
+
+
+def jobs_of(sweep: Sweep, machine: Machine) -> list[LoadJob]:
+    return prepare(sweep, machine, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +129,9 @@ def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, fact
         ({"engine": ("accelerate",)}, [None]),
     ],
 )
-def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(
-    asked: dict[str, Any], shares: list[str | None]
-) -> None:
-    machine = machines.load("sweeps/results/nvidia-h200")
+def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(asked: Any, shares: list[str | None]) -> None:
     sweep = Sweep.model_validate({"model": ("bloom-176b",), "offload": ("cpu",), "output_len": (256,)} | asked)
-    jobs = prepare(sweep, machine, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
+    jobs = jobs_of(sweep, machines.load("sweeps/results/nvidia-h200"))
     assert [job.planner.case.gpu_weights for job in jobs] == shares
     assert [job.planner.case for job in jobs] == [case for job in jobs for case in job.cases]
     best = [job.planner.best(job.planner.case.workload).expected_tok_s or 0.0 for job in jobs]
@@ -144,32 +139,29 @@ def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(
 
 
 def test_a_sweep_plans_every_workload_once_in_a_process(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
-    placed: Counter[tuple[Placer, Workload]] = Counter()
-    searched: Counter[tuple[int, int]] = Counter()
+    placed, searched = list[tuple[Placer, Workload]](), list[tuple[int, ...]]()
     make_placement, search = Placer._choose, Planner._find_largest
 
-    def count_placements(placer: Any, workload: Workload) -> Any:
-        placed[placer, workload] += 1
+    def place(placer: Placer, workload: Workload) -> Placement:
+        placed.append((placer, workload))
         return make_placement(placer, workload)
 
-    def count_searches(planner: Any, *lengths: int) -> int:
-        searched[lengths[0], lengths[1]] += 1
+    def find(planner: Planner, *lengths: int) -> int:
+        searched.append(lengths[:2])
         return search(planner, *lengths)
 
-    monkeypatch.setattr(Placer, "_choose", count_placements)
-    monkeypatch.setattr(Planner, "_find_largest", count_searches)
-    sweep = Sweep(
-        model=(str(checkpoint("opt")),), offload=("cpu",), batch_size=(1, 2), input_len=(8, 16), output_len=(4,),
-        repeats=2, rounds=2, options={"kv_offload": ("auto",)},
-    )  # fmt: skip
-    jobs = prepare(sweep, BIG, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
+    monkeypatch.setattr(Placer, "_choose", place)
+    monkeypatch.setattr(Planner, "_find_largest", find)
+    lengths = {"batch_size": (1, 2), "input_len": (8, 16), "output_len": (4,), "repeats": 2, "rounds": 2}
+    fields = {"model": (str(checkpoint("opt")),), "offload": ("cpu",), "options": {"kv_offload": ("auto",)}}
+    jobs = jobs_of(sweep := Sweep.model_validate(fields | lengths), BIG)
     with Store.open(tmp_path / "r.jsonl") as store:
         store.append(Header(machine=BIG.name))
         points = run(sweep, jobs, store, make_worker=InlineWorker).points
     assert [(point.status, point.error) for point in points] == [("ok", None)] * 8
     assert len({workload for _, workload in placed}) == 4
-    assert set(placed.values()) == {1}
-    assert searched == {(8, 4): 1, (16, 4): 1}, "a worker obeys placements and searches nothing"
+    assert len(set(placed)) == len(placed)
+    assert sorted(searched) == [(8, 4), (16, 4)], "a worker obeys placements and searches nothing"

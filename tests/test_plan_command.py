@@ -280,8 +280,8 @@ def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> No
     marked = {name: row[7].endswith("?") for name, row in table.items()}
     assert marked == {"rtx-3090": True, "rtx-4090": True, "b300": True, "gh200-96gb": False, "t4": False}
     assert {name: "~" in row[8] for name, row in table.items() if len(row[8])} == {"rtx-3090": True, "rtx-4090": True}
-    table = ranked(words, "--host-memory rtx-3090=64GiB --host-memory rtx-4090=1TiB --price 1")
-    stated = {row[0].rstrip("*"): row for row in table}
+    stating = ranked(words, "--host-memory rtx-3090=64GiB --host-memory rtx-4090=1TiB --price 1")
+    stated = {row[0].rstrip("*"): row for row in stating}
     assert stated["rtx-3090"][1].startswith("no: host ")
     assert re.fullmatch(r"\d+ GiB", stated["rtx-4090"][7])
     assert stated["rtx-4090"][8] == "1.00"

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests import mentions
+from tests import invoke, mentions
+from tests.test_model import counted
 from zinfer.checkpoint.architecture import CACHE_NAMES, decoder_layers, empty_model, measure
 from zinfer.checkpoint.resolve import from_config, resolve
 from zinfer.checkpoint.source import find
-from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import ATTEND_THEMSELVES, ModelError, ModelSpec
 from zinfer.job.recipe import make_sweep
@@ -31,11 +30,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 GQA = BASE | {"num_key_value_heads": 2}
 ROUTED = GQA | {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
-MLA = GQA | {
-    "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 2, "kv_lora_rank": 24, "q_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "n_group": 2, "topk_group": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
+SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MLA = BASE | SHARED | {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 2, "kv_lora_rank": 24,
+    "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "n_group": 2,
+    "num_key_value_heads": 4,
 }  # fmt: skip
 SLIDING = ["sliding_attention"] * 2 + ["full_attention"]
 GEMMA = GQA | {"head_dim": 12, "sliding_window": 8, "layer_types": SLIDING * 2}
@@ -57,8 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": GEMMA, "vision_config": VISION},
     "mistral3": {"text_config": GQA | {"model_type": "mistral", "head_dim": 12}, "vision_config": VISION},
     "deepseek_v3": MLA,
-    "glm4_moe": ROUTED | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
-                          "topk_group": 1},
+    "glm4_moe": ROUTED | SHARED,
     "qwen3_moe": ROUTED | {"num_experts": 8},
     "gpt_oss": GQA | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8,
                       "layer_types": ["sliding_attention", "full_attention"] * 3},
@@ -72,12 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def plain_spec(kind: str) -> ModelSpec:
+def spec_of(kind: str) -> ModelSpec:
     return from_config(kind, {"model_type": kind} | CONFIGS[kind])
-
-
-def spec_of(kind: str, **changes: Any) -> ModelSpec:
-    return from_config(kind, {"model_type": kind} | CONFIGS[kind] | changes) if changes else plain_spec(kind)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -85,8 +79,8 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
     spec = spec_of(kind)
     model = empty_model(spec)
     _, layers = decoder_layers(model)
-    assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
-    assert spec.parameters == sum(weight.numel() for weight in model.parameters())
+    assert spec.layer_parameters == tuple(map(counted, layers))
+    assert spec.parameters == counted(model)
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (6, 48, 96 if kind != "gemma3" else spec.vocab_size)
 
 
@@ -98,11 +92,12 @@ def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
     with torch.no_grad():
         cache = model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=True)
     parts = next(cache[name] for name in CACHE_NAMES if cache.get(name) is not None).layers
+
+    def size(value: Any) -> int:
+        return sum(map(size, value.values())) if isinstance(value, dict) else 0 if value is None else value.numel()
+
     names = ("keys", "values", "conv_states", "recurrent_states")
-    states = [[value for name in names if (value := vars(layer).get(name)) is not None] for layer in parts]
-    tensors = [[tensor for value in part for tensor in (value.values() if isinstance(value, dict) else [value])]
-               for part in states]  # fmt: skip
-    return tuple(sum(tensor.numel() for tensor in part if tensor is not None) for part in tensors)
+    return tuple(sum(size(vars(layer).get(name)) for name in names) for layer in parts)
 
 
 def planned(spec: ModelSpec, length: int) -> tuple[int, ...]:
@@ -140,14 +135,14 @@ def test_windows_states_and_attention_of_each_layer() -> None:
 
 
 def test_attention_reads_no_more_than_the_window() -> None:
-    windowed, whole = spec_of("gemma3_text"), spec_of("gemma3_text", layer_types=["full_attention"] * 6)
+    windowed = spec_of("gemma3_text")
+    whole = from_config("whole", {"model_type": "gemma3_text"} | GEMMA | {"layer_types": ["full_attention"] * 6})
     assert windowed.decode_flops(1, 8) == whole.decode_flops(1, 8)
     assert whole.decode_flops(1, 58) - windowed.decode_flops(1, 58) == 4 * 50 * 4 * 48
     by_token = sum(windowed.decode_flops(1, seen) - windowed.decode_flops(1, 0) for seen in range(1, 4001))
-    prefilled = windowed.prefill_flops(1, 4000) - spec_of("gemma3_text").model_copy(
-        update={"layers": tuple(layer.model_copy(update={"attention": 0}) for layer in windowed.layers)}
-    ).prefill_flops(1, 4000)
-    assert prefilled == pytest.approx(by_token, rel=1e-3)
+    blind = tuple(layer.model_copy(update={"attention": 0}) for layer in windowed.layers)
+    others = windowed.model_copy(update={"layers": blind}).prefill_flops(1, 4000)
+    assert windowed.prefill_flops(1, 4000) - others == pytest.approx(by_token, rel=1e-3)
 
 
 def test_only_the_text_model_of_a_wrapper_counts() -> None:
@@ -187,17 +182,16 @@ def test_a_bare_configuration_is_planned(tmp_path: Path) -> None:
     for reference in (tmp_path, file):
         spec = resolve(str(reference))
         assert (spec.layers, spec.dtype, spec.directory) == (spec_of("glm4_moe").layers, "float16", None)
-    words = ["plan", "--model", str(file), "--machine", "h100-80gb", "--input-len", "32", "--output-len", "8", "--json"]
-    result = CliRunner().invoke(cli, words)
+    words = f"plan --model {file} --machine h100-80gb --input-len 32 --output-len 8 --json"
+    result = invoke(*words.split())
     assert result.exit_code == 0, result.output
     assert {plan["model"]["num_experts"] for plan in json.loads(result.output)} == {8}
 
 
 def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
-    words = ["--model", "opt-1.3b", "--machine", "h100-80gb", "--output-len", "16", "--input-len"]
-    result = CliRunner().invoke(cli, ["plan", *words, "2040"])
-    assert "2048 positions of opt-1.3b" in str(result.exception)
-    result = CliRunner().invoke(cli, ["plan", *words, "8,2040"])
+    words = ["plan", "--model", "opt-1.3b", "--machine", "h100-80gb", "--output-len", "16", "--input-len"]
+    assert "2048 positions of opt-1.3b" in str(invoke(*words, 2040).exception)
+    result = invoke(*words, "8,2040")
     assert result.exit_code == 0
     assert mentions(result.stderr, "left out", "2048 positions of opt-1.3b")
     sweep = make_sweep({"model": "opt-1.3b", "input_len": [8, 2040], "output_len": 16}, "test")
@@ -207,8 +201,7 @@ def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
 
 def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: pytest.fail("the machine was asked"))
-    words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
-    result = CliRunner().invoke(cli, ["run", *words])
+    result = invoke(*f"run -m bloom-tiny --load-format dummy --prompt {'x' * 2040} --output-len 16".split())
     assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.test_state import store, stored
 from tools import shapes
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import MatrixFinder, _configured, measure
@@ -26,6 +28,10 @@ def build(spec: ModelSpec) -> torch.nn.Module:
         config = getattr(config, "text_config", config)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
     return model
+
+
+def counted(module: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
@@ -50,10 +56,8 @@ def test_counts_are_those_of_the_transformers_model(name: str) -> None:
     real = build(spec)
     stack = real.get_submodule(spec.stack)
     assert isinstance(stack, torch.nn.ModuleList)
-    layers = tuple(sum(weight.numel() for weight in layer.parameters()) for layer in stack)
-    total = sum(weight.numel() for weight in real.parameters())
-    assert spec.layer_parameters == layers
-    assert spec.parameters == total
+    layers, total = tuple(map(counted, stack)), counted(real)
+    assert (spec.layer_parameters, spec.parameters) == (layers, total)
     assert spec.other_parameters == total - sum(layers)
     assert spec.layer_bytes == max(layers) * 2
     assert spec.streamed_bytes + spec.other_bytes == spec.weight_bytes == 2 * total
@@ -80,19 +84,15 @@ def test_catalogue_is_sound(name: str) -> None:
     check(spec.config, name)
 
 
-def test_counted_are_exactly_the_models_of_the_catalogue() -> None:
-    assert tuple(resolve._shapes()) == resolve.catalogue_names()
-
-
 def test_released_sizes_are_the_published_ones() -> None:
     """Sources: the model cards; of Kimi K2 Thinking the headers of its checkpoint, without 16 KB of rotary tables."""
-    active = {"deepseek-v3": 36.6, "qwen3-235b-a22b": 22, "gpt-oss-120b": 5.13, "gpt-oss-20b": 3.61}  # no embedding
+    assert tuple(resolve._shapes()) == resolve.catalogue_names(), "all are counted, and no others"
+    active = {"deepseek-v3": 36.6, "qwen3-235b-a22b": 22, "gpt-oss-120b": 5.13, "gpt-oss-20b": 3.61}
     for name, count in active.items():
         spec = resolve.from_catalogue(name)
-        actual = spec.active_parameters - spec.vocab_size * spec.hidden_size
+        actual = spec.active_parameters - spec.vocab_size * spec.hidden_size  # no embedding
         assert actual / 1e9 == pytest.approx(count, rel=0.03), name
-    gib = {"gpt-oss-120b": 60.8, "gpt-oss-20b": 12.8}
-    for name, size in gib.items():
+    for name, size in {"gpt-oss-120b": 60.8, "gpt-oss-20b": 12.8}.items():
         assert resolve.from_catalogue(name).stored_bytes / 2**30 == pytest.approx(size, abs=0.05), name
     kimi = resolve.from_catalogue("kimi-k2-thinking")
     assert kimi.stored_bytes == pytest.approx(594_205_904_896, rel=2e-6)
@@ -112,25 +112,19 @@ def test_flops_are_two_a_weight_and_token() -> None:
 
 def test_a_copy_counts_its_own_layers() -> None:
     whole = resolve.from_catalogue("deepseek-v3")
-    figures = (
-        "streamed_bytes",
-        "routed_bytes",
-        "layer_bytes",
-        "dense_layer_bytes",
-        "ffn_matrices",
-        "kv_bytes_per_token",
-    )
-    before = [getattr(whole, name) for name in figures]
+    names = "streamed_bytes routed_bytes layer_bytes dense_layer_bytes ffn_matrices kv_bytes_per_token"
+    figures = attrgetter(*names.split())
+    before = figures(whole)
     for copy in (whole.slice(2), whole.with_dtype("float32")):
         anew = ModelSpec.model_validate(copy.model_dump())
-        assert [getattr(copy, name) for name in figures] == [getattr(anew, name) for name in figures] != before
+        assert figures(copy) == figures(anew) != before
         assert copy == anew
 
 
 def test_a_slice_cuts_lists_deep_in_the_configuration() -> None:
     pytest.importorskip("transformers.models.minimax_m3_vl")
     sparse = resolve.from_catalogue("minimax-m3").slice(4)
-    assert sum(weight.numel() for weight in build(sparse).parameters()) == sparse.parameters
+    assert counted(build(sparse)) == sparse.parameters
 
 
 @pytest.mark.parametrize("layers", [0, 9, -1])
@@ -161,9 +155,8 @@ TINY = {
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Saved:
     """Provide a tiny random model saved by transformers: (kind, the model, its folder)."""
     kind = request.param
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind.split("-")[0], **TINY[kind]), dtype=torch.bfloat16
-    )
+    config = AutoConfig.for_model(kind.split("-")[0], **TINY[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     return kind, model, tmp_path
 
@@ -173,8 +166,7 @@ def test_saved_checkpoints_are_counted_exactly(saved: Saved) -> None:
     kind, model, folder = saved
     spec = resolve.resolve(str(folder))
     layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 3)
-    assert spec.parameters == sum(weight.numel() for weight in model.parameters())
-    assert spec.layer_parameters == tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+    assert (spec.parameters, spec.layer_parameters) == (counted(model), tuple(map(counted, layers)))
     assert spec.expert_parameters == (3 * 4 * 64 * 96 if kind == "mixtral" else 0)
     assert spec.architecture == kind.split("-")[0]
     assert (spec.dtype, spec.directory, spec.total_layers) == ("bfloat16", str(folder), 3)
@@ -182,28 +174,21 @@ def test_saved_checkpoints_are_counted_exactly(saved: Saved) -> None:
     assert resolve.resolve(str(folder), dtype="float32", layers=1).weight_bytes < 4 * spec.parameters
 
 
-@pytest.mark.parametrize("saved", ["bloom", "gpt2", "gpt_neox", "llama"], indirect=True)
-def test_buffers_and_a_stored_tied_head_do_not_count(saved: Saved) -> None:
-    from safetensors.torch import load_file, save_file
+BUFFERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "bloom": {"lm_head.weight": (320, 64)},
+    "gpt2": {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": (1,)},
+    "gpt_neox": {"gpt_neox.layers.1.attention.bias": (8, 8), "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,)},
+    "llama": {"model.layers.2.self_attn.rotary_emb.inv_freq": (8,)},
+}
 
+
+@pytest.mark.parametrize("saved", BUFFERS, indirect=True)
+def test_buffers_and_a_stored_tied_head_do_not_count(saved: Saved) -> None:
     kind, model, folder = saved
-    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    every: dict[str, dict[str, tuple[int, ...]]] = {
-        "bloom": {"lm_head.weight": (320, 64)},
-        "gpt2": {"transformer.h.0.attn.bias": (1, 1, 8, 8), "transformer.h.0.attn.masked_bias": (1,)},
-        "gpt_neox": {
-            "gpt_neox.layers.1.attention.bias": (8, 8),
-            "gpt_neox.layers.1.attention.rotary_emb.inv_freq": (8,),
-        },
-        "llama": {"model.layers.2.self_attn.rotary_emb.inv_freq": (8,)},
-    }
-    extra = {name: torch.zeros(shape) for name, shape in every[kind].items()}
-    save_file(weights | extra, folder / "model.safetensors")
+    store(folder, stored(folder) | {name: torch.zeros(shape) for name, shape in BUFFERS[kind].items()})
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"tie_word_embeddings": true,', ""))  # as older configurations
-    assert resolve.resolve(str(folder)).parameters == sum(weight.numel() for weight in model.parameters())
+    assert resolve.resolve(str(folder)).parameters == counted(model)
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
@@ -248,13 +233,12 @@ def test_hub_ids_and_letters_of_any_case_find_the_catalogue(
         ("Qwen3.5", "did you mean 'qwen3.5-27b'"),
         ("nonsense", "`zinfer plan --list models`"),
         (__file__, "is a file: --model takes the folder"),
-        ("tests", "config.json is missing"),
+        (str(Path(__file__).parent), "config.json is missing"),
     ],
 )
-def test_resolve_errors_are_one_line(reference: str, says: str, request: pytest.FixtureRequest) -> None:
-    path = str(request.config.rootpath / reference) if reference == "tests" else reference
+def test_resolve_errors_are_one_line(reference: str, says: str) -> None:
     with pytest.raises(ModelError) as error:
-        resolve.resolve(path)
+        resolve.resolve(reference)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -266,6 +250,6 @@ def test_building_a_model_leaves_its_spec_as_it_was() -> None:
     assert resolve.resolve("llama-3.1-8b").config == before
 
 
-@pytest.mark.parametrize(("name", "matrices"), [("bloom-176b", 2), ("llama-3.1-70b", 3), ("mixtral-8x7b", 3)])
-def test_a_gate_is_a_third_matrix(name: str, matrices: int) -> None:
-    assert resolve.resolve(name, None, None).ffn_matrices == matrices
+def test_a_gate_is_a_third_matrix() -> None:
+    names = ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b")
+    assert [resolve.resolve(name).ffn_matrices for name in names] == [2, 3, 3]

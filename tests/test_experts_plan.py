@@ -1,5 +1,4 @@
-"""Plans of experts on demand: bytes of a step, room for buffers and experts that stay, and the batch from which on all
-experts come anyway."""
+"""Plans of experts on demand: bytes of a step, room that they take, and when all come anyway."""
 
 import json
 from pathlib import Path
@@ -10,12 +9,12 @@ import pytest
 from tests import committed, invoke
 from tests.checkpoints import save_config
 from tests.inline_worker import InlineWorker
+from tests.results import case, point
 from tests.test_experts import MIXTURES
 from tools import trained
 from zinfer.analysis import calibrate
 from zinfer.analysis.study import routing_of
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload
 from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
@@ -23,14 +22,15 @@ from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.plan.times import RATES, Efficiency, Timing, shipped
-from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.measurement import Effective
 from zinfer.record.store import read
 from zinfer.record.study import Hits, Study, Touched
 from zinfer.system import local, machines
 from zinfer.worker import process
 from zinfer.worker.session import not_as_asked
 
-MIXTRAL = resolve.resolve("mixtral-8x7b", None, None)
+MIXTRAL = resolve.resolve("mixtral-8x7b")
+OSS = resolve.resolve("gpt-oss-120b")
 H100 = machines.load("h100-80gb")
 
 
@@ -38,10 +38,14 @@ def plan(
     batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, machine: Machine = H100,
     efficiency: Efficiency | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
-    load = Workload(batch_size=batch_size, input_len=512, output_len=32)
     settings = tuple(sorted(options.items()))
-    case = Case(model=model.name, engine="stream", offload="cpu", workload=load, gpu_weights=share, options=settings)
-    return make_plan(case, model, machine, efficiency=efficiency)
+    asked = case(batch_size, model=model.name, layers=None, gpu_weights=share, options=settings)
+    return make_plan(asked, model, machine, efficiency=efficiency)
+
+
+def told(words: str) -> str:
+    """Return what `zinfer plan` prints of gpt-oss-120b, in one line."""
+    return " ".join(invoke("plan", "-m", "gpt-oss-120b", *words.split()).output.split())
 
 
 def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
@@ -53,9 +57,8 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
         assert planned.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
         assert plan(batch_size, experts="all", weight_codec="none").streamed_bytes == MIXTRAL.streamed_bytes
     on_demand, all_of_it = plan(experts="on-demand"), plan(experts="all")
-    assert on_demand.step_s == pytest.approx(
-        (all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02
-    )
+    share = (dense + routed / 4) / (dense + routed)
+    assert on_demand.step_s == pytest.approx((all_of_it.step_s or 0) * share, rel=0.02)
     assert on_demand.prefill_s == pytest.approx(all_of_it.prefill_s, rel=0.05)
 
 
@@ -81,30 +84,26 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=few).placement.experts == "all"
     assert plan(model=few, experts="on-demand").placement.experts == "on-demand"
     assert plan(packed="here").placement.experts == "all"
-    unsupported_kind = MIXTRAL.model_copy(update={"architecture": "llama4_text"})
-    assert plan(model=unsupported_kind).placement.experts == "all"
-    dense = resolve.resolve("llama-3.1-70b", None, None)
+    small = tuple(layer.model_copy(update={"expert_parameters": 1 << 20}) for layer in MIXTRAL.layers)
+    for change in ({"architecture": "llama4_text"}, {"layers": small}):
+        assert plan(model=MIXTRAL.model_copy(update=change)).placement.experts == "all"
+    dense = resolve.resolve("llama-3.1-70b")
     assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
-    small = MIXTRAL.model_copy(
-        update={"layers": tuple(layer.model_copy(update={"expert_parameters": 1 << 20}) for layer in MIXTRAL.layers)}
-    )
-    assert plan(model=small).placement.experts == "all"
 
 
 def test_experts_stay_with_their_layers_where_all_fit_as_products_read_them() -> None:
     """That is in their codes, or unpacked if they are coded losslessly. What does not all fit comes on demand."""
-    released = resolve.resolve("gpt-oss-120b", None, None)
 
     def ways(model: ModelSpec, **options: Any) -> list[str]:
         return [plan(1, model, share, **options).placement.experts for share in ("auto", "100%", "50%")]
 
-    assert ways(released) == ["all", "all", "on-demand"]
-    assert ways(released, experts="on-demand") == ["on-demand"] * 3
-    assert ways(released, machine=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
+    assert ways(OSS) == ["all", "all", "on-demand"]
+    assert ways(OSS, experts="on-demand") == ["on-demand"] * 3
+    assert ways(OSS, machine=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
     for codec in ("auto", "none"):
         assert ways(MIXTRAL, machine=machines.load("h200"), weight_codec=codec) == ["all", "all", "on-demand"]
     assert len(plan(1, MIXTRAL, "100%", machines.load("h200")).placement.unpacked_layers) == 32
-    assert plan(1, released, "auto").placement.graphs
+    assert plan(1, OSS, "auto").placement.graphs
 
 
 def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
@@ -138,10 +137,9 @@ def test_the_cpu_computes_experts_where_it_reads_them_sooner_than_the_link() -> 
 
 
 def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_are_read() -> None:
-    released = resolve.resolve("gpt-oss-120b", None, None)
-    good, dense = Efficiency(), released.streamed_bytes - released.routed_bytes
+    good, dense = Efficiency(), OSS.streamed_bytes - OSS.routed_bytes
     for batch_size in (1, 8, 33, 48):
-        cpu, link = (plan(batch_size, released, "0%", efficiency=good, experts=way) for way in ("cpu", "on-demand"))
+        cpu, link = (plan(batch_size, OSS, "0%", efficiency=good, experts=way) for way in ("cpu", "on-demand"))
         computes = batch_size <= TUNING.max_cpu_tokens
         assert cpu.placement.computes(batch_size) is computes
         if batch_size == 48:  # all experts come: to launch 78% of them one by one takes longer
@@ -154,16 +152,15 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
             assert cpu.step_s == pytest.approx(link.step_s)
             continue
         assert cpu.streamed_bytes == pytest.approx(dense * cpu.placement.wire_ratio, rel=1e-6)
-        touched = released.routed_bytes * released.touched_share(batch_size) * released.expert_ratio
+        touched = OSS.routed_bytes * OSS.touched_share(batch_size) * OSS.expert_ratio
         read_s = touched / (RATES.cpu_codes * (H100.attention_bandwidth or 0)) + 36 * RATES.cpu_layer_s
         assert cpu.bound_by == "cpu experts"
         assert read_s < (cpu.step_s or 0) < 1.3 * read_s
         assert (cpu.step_s or 1) < 0.6 * (link.step_s or 0)
         assert cpu.prefill_s == pytest.approx(link.prefill_s, rel=0.1)
-        limit = plan(batch_size, released, "0%", experts="cpu").step_s or 0
+        limit = plan(batch_size, OSS, "0%", experts="cpu").step_s or 0
         assert touched / H100.at_peak().host_bandwidth <= limit <= (cpu.step_s or 0)  # type: ignore[operator]
-    words = ["plan", "-m", "gpt-oss-120b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "0%"]
-    output = " ".join(invoke(*words, "--batch-size", "1,64").output.split())
+    output = told("--machine h100-80gb --offload cpu --gpu-weights 0% --batch-size 1,64")
     assert "batch 1: the CPU computes the experts of passes of up to 32 tokens; a step reads 3% of them" in output
     assert "batch 64: experts on demand" in output
     coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
@@ -171,41 +168,37 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
 
 
 def test_the_gpu_keeps_the_experts_of_whole_layers_beside_a_cpu_that_computes() -> None:
-    released, good = resolve.resolve("gpt-oss-120b", None, None), Efficiency()
-    routed = released.routed_bytes
-    assert released.expert_ratio == pytest.approx((4 + 8 / 32) / 16, rel=1e-3), "codes, and a scale for 32 of them"
-    before = plan(8, released, "2GiB", efficiency=good, experts="cpu")
+    routed, good = OSS.routed_bytes, Efficiency()
+    assert OSS.expert_ratio == pytest.approx((4 + 8 / 32) / 16, rel=1e-3), "codes, and a scale for 32 of them"
+    before = plan(8, OSS, "2GiB", efficiency=good, experts="cpu")
     assert before.placement.expert_layers == ()
     for share, layers in (("29%", 10), ("100%", 36)):
-        made = plan(8, released, share, efficiency=good, experts="cpu")
+        made = plan(8, OSS, share, efficiency=good, experts="cpu")
         assert (len(made.placement.expert_layers), len(made.placement.resident_layers)) == (layers, 36)
-        kept = routed * layers / 36 * released.expert_ratio
+        kept = routed * layers / 36 * OSS.expert_ratio
         assert made.gpu.weights - before.gpu.weights == pytest.approx(kept, rel=1e-6)
         assert before.host.weights - made.host.weights == pytest.approx(kept, rel=1e-6), "they lie on the GPU alone"
-        cpu, all_of_it = (Timing(each.placement, released, H100, good).cpu_experts_s(8) for each in (made, before))
+        cpu, all_of_it = (Timing(each.placement, OSS, H100, good).cpu_experts_s(8) for each in (made, before))
         assert cpu == pytest.approx(all_of_it * (36 - layers) / 36, rel=1e-6)
         assert made.placement.graphs
         assert (made.step_s or 0) < (before.step_s or 0) - (all_of_it - cpu) + 8e-3
-        assert Sizes(made.placement, released).wire() == pytest.approx(
-            (routed * (36 - layers) / 36) * made.placement.wire_ratio, rel=1e-6
-        ), "prompts bring those of the others"
+        others = routed * (36 - layers) / 36 * made.placement.wire_ratio
+        assert Sizes(made.placement, OSS).wire() == pytest.approx(others, rel=1e-6), "which prompts bring"
     small = H100.model_copy(update={"gpu_bytes": 24 << 30})
-    auto, many = (plan(rows, released, "auto", small, good).placement for rows in (1, 64))
+    auto, many = (plan(rows, OSS, "auto", small, good).placement for rows in (1, 64))
     assert 0 < len(auto.expert_layers) < 36
     assert not auto.moved, "larger batches need the memory: experts of all layers are in host memory"
     assert (many.expert_layers, many.cpu_tokens) == ((), auto.cpu_tokens)
     assert many.cached_experts > 0
-    fp8 = resolve.resolve("deepseek-v3", None, None)
-    assert plan(1, fp8, "40GiB", experts="cpu").placement.expert_layers == ()
-    words = ["plan", "-m", "gpt-oss-120b", "--machine", "h100-80gb", "--offload", "cpu", "--experts", "cpu"]
-    output = " ".join(invoke(*words, "--gpu-weights", "29%,100%", "--batch-size", "1,40").output.split())
+    assert plan(1, resolve.resolve("deepseek-v3"), "40GiB", experts="cpu").placement.expert_layers == ()
+    output = told("--machine h100-80gb --offload cpu --experts cpu --gpu-weights 29%,100% --batch-size 1,40")
     assert "batch 1: the CPU computes the experts of 26 of 36 layers in passes of up to 32 tokens" in output
     assert "the experts of 10 of 36 layers stay on the GPU, with 28% cache hits" in output
     assert "batch 1: the experts of all layers stay on the GPU" in output
-    words = ["plan", "-m", "gpt-oss-120b", "--machine", "rtx-4090", "--experts", "on-demand", "--batch-size", "1"]
-    assert "36 of 36 layers stay on the GPU, without their experts" in " ".join(invoke(*words).output.split())
-    words = [*words[:5], "--batch-size", "1", "--set", "host_bandwidth=80GB/s", "--calibrate"]
-    assert "Do not stream: the CPU computes experts" in " ".join(invoke(*words).output.split())
+    output = told("--machine rtx-4090 --experts on-demand --batch-size 1")
+    assert "36 of 36 layers stay on the GPU, without their experts" in output
+    output = told("--machine rtx-4090 --batch-size 1 --set host_bandwidth=80GB/s --calibrate")
+    assert "Do not stream: the CPU computes experts" in output
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])
@@ -252,8 +245,7 @@ def test_steps_with_experts_on_demand_take_as_long_as_measured(
 
 def test_buffers_for_experts_grow_up_to_a_layer() -> None:
     for batch_size in (1, 512, 900):
-        planned = plan(batch_size)
-        placement = planned.placement
+        placement = (planned := plan(batch_size)).placement
         assert 6 <= placement.expert_buffers <= placement.layer_experts == 8
         assert planned.gpu.total <= H100.gpu_bytes
         assert placement.holds_layer == (placement.expert_buffers == 8)
@@ -295,13 +287,12 @@ def test_a_step_is_planned_by_the_recorded_routing() -> None:
     cached = Sizes(routed.placement, MIXTRAL).cached_share
     assert routed.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - recorded.hits(cached, 2)))
     assert even.streamed_bytes == round(MIXTRAL.routed_bytes * (1 - 0.75**2) * (1 - cached))
-    assert (routed.step_s or 0) / (even.step_s or 0) == pytest.approx(
-        routed.streamed_bytes / even.streamed_bytes, rel=0.01
-    )
+    less = routed.streamed_bytes / even.streamed_bytes
+    assert (routed.step_s or 0) / (even.step_s or 0) == pytest.approx(less, rel=0.01)
     old = routing_of(MIXTRAL, [traced()])
     assert old is not None
     assert old.touched == (), "of a run of before"
-    assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()]) is None
+    assert routing_of(resolve.resolve("llama-3.1-70b"), [traced()]) is None
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,28 +304,27 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1  # a function\n" * 20)
     local_machine = tmp_path / "sweeps" / "results" / local.name() / "machine.json"
     local_machine.parent.mkdir(parents=True)
-    local_machine.write_text(
-        H100.model_copy(update={"name": local.name(), "gpu_count": 0, "gpu_bytes": 0}).model_dump_json()
-    )
-    where = ["-m", "mix", "--dtype", "float32", "--offload", "cpu", "--experts", "on-demand", "--gpu-weights", "60%",
-             "--batch-size", "1,2,4", "--input-len", "8", "--output-len", "20", "--engine", "stream"]  # fmt: skip
+    ours = H100.model_copy(update={"name": local.name(), "gpu_count": 0, "gpu_bytes": 0})
+    local_machine.write_text(ours.model_dump_json())
+    where = "-m mix --dtype float32 --offload cpu --experts on-demand --gpu-weights 60% --engine stream"
+    where += " --batch-size 1,2,4 --input-len 8 --output-len 20"
 
-    def run(*words: str) -> str:
-        done = invoke(*words)
+    def run(words: str) -> str:
+        done = invoke(*words.split())
         assert done.exit_code == 0, done.output
         return done.stdout
 
     def planned() -> tuple[list[int], str]:
-        rows = json.loads(run("plan", *where, "--machine", "h100-80gb", "--json"))
+        rows = json.loads(run(f"plan {where} --machine h100-80gb --json"))
         return [row["streamed_bytes"] for row in rows], rows[1]["routing_from"]
 
     even, source = planned()
     assert source.startswith("predicted as if tokens chose evenly")
-    run("sweep", *where, "--load-format", "safetensors", "-o", "sweeps/results/mix.jsonl")
+    run(f"sweep {where} --load-format safetensors -o sweeps/results/mix.jsonl")
     points = read(Path("sweeps/results")).points
     brought = [point.effective.wire_bytes_per_step for point in points if point.effective is not None]
     assert planned()[1] == source, "prompts of random tokens tell nothing of texts"
-    run("study", "routing", "-m", "mix", "--prompt-file", "text.txt", "--samples", "3", "--length", "40")
+    run("study routing -m mix --prompt-file text.txt --samples 3 --length 40")
     by_trace, source = planned()
     assert source.startswith("predicted by the routing recorded on text.txt;")
     for bytes_, evenly, measured in zip(by_trace, even, brought, strict=True):
@@ -343,26 +333,21 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
 
 def test_records_of_before_brought_all_experts() -> None:
     """Their options are the defaults, and the default was to bring all."""
-    load = Workload(batch_size=1, input_len=512, output_len=3)
-    case = Case(model="mixtral-8x7b", engine="stream", offload="cpu", workload=load)
-    effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=1)
+    asked = case(model="mixtral-8x7b", layers=None, output_len=3)
     for settings, experts in (({}, "all"), ({"experts": "on-demand"}, "on-demand")):
-        point = Measurement(
-            case=case, status="ok", machine="h100-80gb", ttft_ms=(9.0,), step_ms=((5.0, 5.0),),
-            effective=effective.model_copy(update={"settings": settings}),
-        )  # fmt: skip
         shared = {"experts_on_cpu_per_step": 3.0}  # plans do not count what the CPU computed
-        other = point.model_copy(update={"effective": effective.model_copy(update={"settings": settings | shared})})
-        (seen,) = calibrate.fit_points([point, other], {"h100-80gb": H100})
+        effective = (
+            Effective(gpu_weight_bytes=0, streamed_bytes_per_step=1, settings=each)
+            for each in (settings, settings | shared)
+        )
+        points = [point(asked, machine=H100.name, repeats=1, effective=each) for each in effective]
+        (seen,) = calibrate.fit_points(points, {H100.name: H100})
         assert seen.placement.experts == experts
 
 
 def test_a_step_whose_experts_all_stayed_did_what_was_asked() -> None:
-    case = Case(
-        model="m", engine="stream", offload="cpu", gpu_weights="50%",
-        workload=Workload(batch_size=1, input_len=1, output_len=1),
-    )  # fmt: skip
-    nothing = Effective(gpu_weight_bytes=50, host_weight_bytes=100)
-    assert not_as_asked(case, nothing) is not None
+    asked = case(gpu_weights="50%")
+    assert not_as_asked(asked, Effective(gpu_weight_bytes=50, host_weight_bytes=100)) is not None
     for name in ("hits", "on_cpu"):
-        assert not_as_asked(case, nothing.model_copy(update={"settings": {f"experts_{name}_per_step": 4.0}})) is None
+        settings = {f"experts_{name}_per_step": 4.0}
+        assert not_as_asked(asked, Effective(gpu_weight_bytes=50, host_weight_bytes=100, settings=settings)) is None

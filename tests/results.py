@@ -7,7 +7,7 @@ from typing import Any
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.requests import RequestLoad
-from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.measurement import Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Coded, Deviation, ExpertPolicy, Hits, Position, Rate, Reload, Study
 
@@ -16,21 +16,16 @@ LINK = 54.6e9
 
 
 def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fields: Any) -> Case:
-    workload = Workload(
-        batch_size=batch_size, input_len=fields.pop("input_len", 512), output_len=fields.pop("output_len", 32)
-    )
+    lengths = {name: fields.pop(name, length) for name, length in (("input_len", 512), ("output_len", 32))}
+    workload = Workload(batch_size=batch_size, **lengths)
     return Case(**{"model": "bloom-176b", "layers": 14, **fields}, engine=engine, offload=offload, workload=workload)
 
 
 def request_point(**fields: Any) -> RequestPoint:
     """Return a load of three requests with one-second passes. Two are in flight."""
-    case = Case(
-        model="bloom-176b", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1),
-        layers=14,
-    )  # fmt: skip
-    load = RequestLoad(source="fixed:20,3", requests=3, in_flight=2)
     given: dict[str, Any] = {
-        "case": case, "requests": load, "status": "ok", "machine": "h100", "total_layers": 70, "num_layers": 14,
+        "case": case(input_len=1, output_len=1), "requests": RequestLoad(source="fixed:20,3", requests=3, in_flight=2),
+        "status": "ok", "machine": "h100", "total_layers": 70, "num_layers": 14,
         "pass_ms": [1000.0 * (number + 1) for number in range(6)],
         "samples": [[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 2, 3, 1], [20, 3, 3000.0, 3, 3]],
         "counts": {"read": 300, "padded": 9, "computed": 70}, "busy_ms": 6000.0, "waiting_ms": 3000.0,
@@ -40,39 +35,25 @@ def request_point(**fields: Any) -> RequestPoint:
 
 
 def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:
-    """Return a usable point whose decode steps take about `step_s`; with a `status` other than ok, one without
-    samples."""
-    noise = random.Random(str(asked))
-    workload = asked.workload
-    samples: dict[str, Any] = {}
+    """Return a usable point whose decode steps take about `step_s`, or one of another `status` without samples."""
+    noise, workload, samples = random.Random(str(asked)), asked.workload, dict[str, Any]()
     if fields.get("status", "ok") == "ok":
         prefill_s = max(step_s, workload.batch_size * workload.input_len / 9000)
         streamed = 0 if asked.offload == "none" else LAYERS_BYTES
         wire = round(0.667 * streamed) if ("weight_codec", "lossless") in asked.options else None
-        samples = {
-            "ttft_ms": [1e3 * prefill_s * noise.uniform(1, 1.04) for _ in range(repeats)],
-            "step_ms": [
-                [1e3 * step_s * noise.uniform(0.99, 1.03) for _ in range(workload.output_len - 1)]
-                for _ in range(repeats)
-            ],
-            "effective": Effective(
-                gpu_weight_bytes=76_000_000_000 - streamed,
-                host_weight_bytes=streamed,
-                streamed_bytes_per_step=streamed,
-                wire_bytes_per_step=wire,
-            ),
-            "link_bandwidth": LINK,
-            "gpu_peak_bytes": 20 << 30,
-            "load_s": 80.0,
-        }
+        weights = {"gpu_weight_bytes": 76_000_000_000 - streamed, "host_weight_bytes": streamed}
+        wires = {"streamed_bytes_per_step": streamed, "wire_bytes_per_step": wire}
+        steps = range(workload.output_len - 1)
+        samples = {"link_bandwidth": LINK, "gpu_peak_bytes": 20 << 30, "load_s": 80.0, "effective": weights | wires}
+        samples["ttft_ms"] = [1e3 * prefill_s * noise.uniform(1, 1.04) for _ in range(repeats)]
+        samples["step_ms"] = [[1e3 * step_s * noise.uniform(0.99, 1.03) for _ in steps] for _ in range(repeats)]
     given = {"machine": "h100", "status": "ok", "total_layers": 70, "num_layers": asked.layers or 70}
     given["versions"] = {"zinfer": "0.1.0", "torch": "2.11.0"}
     return Measurement.model_validate(given | samples | fields | {"case": asked})
 
 
 def sweep(**fields: Any) -> list[Measurement]:
-    """Return points of three engines on one machine: without offload only small batches fit, with offload the step
-    hardly grows."""
+    """Return points of three engines. Offload lets large batches fit, whose steps hardly take longer."""
     points = []
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
         if size <= 8:
@@ -84,12 +65,8 @@ def sweep(**fields: Any) -> list[Measurement]:
             points.append(point(case(size, "deepspeed", **fields), 1.56 + 0.004 * size))
         if size <= 16:
             points.append(point(case(size, "accelerate", **fields), 8.9 + 0.01 * size))
-    edges = (
-        case(16, offload="none", **fields),
-        case(128, **fields),
-        case(128, options=(("weight_codec", "lossless"),), **fields),
-        case(64, "deepspeed", **fields),
-    )
+    edges = [case(16, offload="none", **fields), case(64, "deepspeed", **fields)]
+    edges += [case(128, options=options, **fields) for options in ((), (("weight_codec", "lossless"),))]
     points += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
     points.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
     return points
@@ -149,18 +126,17 @@ def position(error: float, same: bool, nats: float = 1.0) -> Position:
 
 def accuracy_run(**fields: Any) -> Study:
     """A run of `zinfer study accuracy`: the reference in another batch, and one setting along both kinds of tokens."""
-    workload = Workload(batch_size=4, input_len=256, output_len=3)
-    case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
-    int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+    asked = case(4, model="m", layers=None, input_len=256, output_len=3, load_format="safetensors")
+    int8 = asked.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
     positions = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
     deviations = (
-        Deviation.of(case.with_batch(2), "own", positions[1:]),
+        Deviation.of(asked.with_batch(2), "own", positions[1:]),
         Deviation.of(int8, "own", positions),
         Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
     )
     given: dict[str, Any] = {
         "study": "accuracy", "machine": "h100", "device": "H100", "started_at": "2026-01-01", "about": "llama",
-        "model": "m", "revision": "r", "case": case, "logits_dtype": "bfloat16", "samples": 2, "rows": deviations,
+        "model": "m", "revision": "r", "case": asked, "logits_dtype": "bfloat16", "samples": 2, "rows": deviations,
         "text": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000},
     }  # fmt: skip
     return Study.model_validate(given | fields)
@@ -168,12 +144,8 @@ def accuracy_run(**fields: Any) -> Study:
 
 def routing_run(**fields: Any) -> Study:
     """An old run of `zinfer study routing`, of two caches."""
-    policies: tuple[ExpertPolicy, ...] = ("lru", "lfu")
-    rows = tuple(
-        Hits(policy=policy, experts=size, hits=share)
-        for size, shares in ((4, (0.4, 0.5)), (8, (0.8, 0.7)))
-        for policy, share in zip(policies, shares, strict=True)
-    )
+    found: list[tuple[ExpertPolicy, int, float]] = [("lru", 4, 0.4), ("lfu", 4, 0.5), ("lru", 8, 0.8), ("lfu", 8, 0.7)]
+    rows = tuple(Hits(policy=policy, experts=size, hits=share) for policy, size, share in found)
     given: dict[str, Any] = {
         "study": "routing", "machine": "h100", "device": "CPU", "model": "m", "about": "drawn", "num_layers": 2,
         "num_experts": 8, "experts_per_token": 2, "guessed": 0.75, "text": {"name": "t", "tokens": 9}, "rows": rows,
@@ -191,10 +163,10 @@ def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> 
 
 def reuse_run(*points: Reload, **fields: Any) -> Study:
     """A run of `zinfer study reuse`; `fields` are those of its case."""
-    case = Case(model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1))
+    asked = case(**{"model": "m", "layers": None, "input_len": 1, "output_len": 1} | fields)
     return Study(
-        study="reuse", machine="h100", device="H100", case=case.model_copy(update=fields), num_layers=4, total_layers=8,
-        started_at="2026-01-01", link=5e10, model=fields.get("model", "m"), rows=points,
+        study="reuse", machine="h100", device="H100", case=asked, num_layers=4, total_layers=8,
+        started_at="2026-01-01", link=5e10, model=asked.model, rows=points,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
 from tests.results import case, plain, point, sweep
 from zinfer.analysis.reproduce import case_commands
 from zinfer.commands.batch import command as batch
@@ -109,7 +109,7 @@ def test_nothing_usable_is_one_message(tmp_path: Path, failed: bool) -> None:
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Provide a checkout with the records of two other machines; this machine is called mine."""
     folder = tmp_path / "sweeps" / "results"
     for machine in ("nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores"):
@@ -169,9 +169,7 @@ def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_one_side_alone_gives_the_command_for_the_other(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_side_alone_gives_the_command_for_the_other(results: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The command plans what `best` then finds beside the other records."""
     with Store.open(tmp_path / "one" / "a.jsonl") as store:
         store.append(point(case(8)), point(case(4, "deepspeed")))
@@ -217,7 +215,7 @@ CASES = (
 @pytest.mark.torch
 @pytest.mark.parametrize("asked", CASES, ids=lambda asked: asked.label())
 def test_the_printed_commands_measure_the_same_case_and_use_its_configuration(
-    asked: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Case, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h100-80gb"))

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from unittest.mock import Mock
 import click
 import pytest
 
-from tests import mentions, wait
+from tests import Checkpoints, Patch, mentions, wait
 from tests.command import interrupted, small_files, started, zinfer, zinfer_process
 from zinfer.cli import FOREIGN_OPTIONS, VERBS
 from zinfer.commands.sweep import _announce, _check_settings
@@ -126,7 +125,7 @@ def test_mistakes_get_one_message_and_a_code(folder: Path, words: str, code: int
     "error",
     [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")],
 )
-def test_a_command_without_memory_says_so(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_memory_says_so(error: Exception, folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.cli.cli.main", Mock(side_effect=error))
     done = zinfer(folder)
     assert (done.returncode, done.stderr) == (5, "Error: host memory ran out\n")
@@ -182,7 +181,7 @@ def test_tables_of_options_name_those_of_some_verb() -> None:
     assert not ours & FOREIGN_OPTIONS.keys()
 
 
-def test_a_model_may_stand_without_its_option(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_a_model_may_stand_without_its_option(folder: Path, checkpoint: Checkpoints) -> None:
     model = str(checkpoint("llama"))
     more = ["--offload", "cpu", "--prompt", "ab", "--ignore-eos", "--json"]
     long, short = (
@@ -269,7 +268,7 @@ class Terminal(io.StringIO):
      (7200, False, False, False)],
 )  # fmt: skip
 def test_a_sweep_of_more_than_an_hour_asks_first_on_a_terminal(
-    seconds: float | None, yes: bool, terminal: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+    seconds: float | None, yes: bool, terminal: bool, asks: bool, monkeypatch: Patch
 ) -> None:
     kind = Terminal if terminal else io.StringIO
     monkeypatch.setattr("sys.stdin", kind("n\n"))
@@ -334,9 +333,7 @@ def test_a_second_sweep_on_the_same_file_waits_for_nobody(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("pickled", "message"), [(False, "is missing"), (True, "is pickled and is not read")])
-def test_spoilt_checkpoints_are_refused_before_loading(
-    folder: Path, checkpoint: Callable[..., Path], pickled: bool, message: str
-) -> None:
+def test_spoilt_checkpoints_are_refused(folder: Path, checkpoint: Checkpoints, pickled: bool, message: str) -> None:
     directory = Path(shutil.copytree(checkpoint("llama"), folder / "model"))
     sorted(directory.glob("*.safetensors"))[0].unlink()
     if pickled:
@@ -347,7 +344,7 @@ def test_spoilt_checkpoints_are_refused_before_loading(
         told(zinfer(folder, *words), 2, message)
 
 
-def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Callable[..., Path]) -> None:
+def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Checkpoints) -> None:
     (folder / "prompts.txt").write_text("second\n\nthird\n")
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "cpu", "--output-len", "3", "--json"]
     result = zinfer(folder, *words, "-p", "first", "--prompt-file", "prompts.txt")

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
 from tests.results import case, point
 from zinfer.analysis.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
 from zinfer.commands.compare import AXES, METRICS
@@ -199,9 +199,7 @@ def test_a_regression_exits_seven(tmp_path: Path, after: Measurement, allowed: s
         (["a.jsonl", "b.jsonl", "--across", "model"], 2, "choose from engine, offload"),
     ],
 )
-def test_mistakes_are_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, says: str
-) -> None:
+def test_mistakes_are_one_message(tmp_path: Path, monkeypatch: Patch, words: list[str], code: int, says: str) -> None:
     monkeypatch.chdir(tmp_path)
     steady, other, theirs = timed(STEADY), timed(STEADY, 2), timed(STEADY, engine="deepspeed")
     kept = timed(STEADY, engine="deepspeed", gpu_weights="auto")

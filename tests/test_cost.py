@@ -435,9 +435,7 @@ def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
 @pytest.mark.parametrize("lengths", [(512, 32), (128, 512), (64, 512)])
 @pytest.mark.parametrize("offload", ["cpu", "auto"])
 @pytest.mark.parametrize("gpu_weights", [None, "auto"])
-def test_a_ring_that_the_cache_comes_through_is_paid_for(
-    lengths: tuple[int, int], offload: str, gpu_weights: str | None
-) -> None:
+def test_the_cache_pays_for_the_ring(lengths: tuple[int, int], offload: str, gpu_weights: str | None) -> None:
     machine = linked(55e9, host_bytes=800 << 30)
     options = {"kv_attention": "gpu", "kv_offload": offload, "weight_codec": "auto"}
     case = asked(workload=load(200, *lengths), options=options, gpu_weights=gpu_weights)
@@ -461,9 +459,7 @@ def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
 
 @pytest.mark.parametrize("rate", [None, 120e9])
 @pytest.mark.parametrize("way", [{}, {"kv_cache_dtype": "int8"}], ids=str)
-def test_only_a_measured_cpu_is_given_a_cache_that_no_other_could_attend_to(
-    rate: float | None, way: dict[str, str]
-) -> None:
+def test_only_a_measured_cpu_is_given_what_no_other_could_attend_to(rate: float | None, way: dict[str, str]) -> None:
     """It comes without weights, or in 8 bits."""
     machine = linked(55e9, attention_bandwidth=rate, host_bytes=800 << 30)
     model, offload = BLOOM if way else resolve.resolve("opt-30b"), "cpu" if way else "none"
@@ -620,9 +616,7 @@ PLACEMENTS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(PLACEMENTS, st.sampled_from(NAMES), st.integers(1, 512), st.sampled_from(FIGURES), st.floats(1.0, 8.0))
-def test_a_better_machine_is_never_slower(
-    placement: Placement, name: str, batch: int, figure: str, factor: float
-) -> None:
+def test_a_better_machine_is_as_fast(placement: Placement, name: str, batch: int, figure: str, factor: float) -> None:
     spec = resolve.resolve(name)
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
     before, after = (seconds(Timing(placement, spec, machine).step(batch, 512)) for machine in (H100, better))
@@ -639,9 +633,7 @@ def test_no_prediction_is_below_the_limit(placement: Placement, name: str, batch
 
 @settings(max_examples=150, deadline=None)
 @given(PLACEMENTS, st.sampled_from(NAMES), st.integers(1, 500), st.integers(1, 500))
-def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
-    placement: Placement, name: str, batch: int, more: int
-) -> None:
+def test_larger_batches_need_no_less_and_lose_no_weight(placement: Placement, name: str, batch: int, more: int) -> None:
     spec = resolve.resolve(name)
     small, large = (Sizes(placement, spec).tiers(load(size, 256)) for size in (batch, batch + more))
     assert all(low.total <= other.total for low, other in zip(small, large, strict=True))

@@ -233,9 +233,7 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
         ("mixtral-8x7b", "int4", 8, "0%", 447),
     ],
 )  # fmt: skip
-def test_steps_with_experts_on_demand_take_as_long_as_measured(
-    name: str, weights: Any, batch_size: int, share: str, step_ms: float
-) -> None:
+def test_steps_take_as_long_as_measured(name: str, weights: Any, batch_size: int, share: str, step_ms: float) -> None:
     """Measured on H100s. Launches bound small experts, whatever share of them stays; the link bounds large ones."""
     machine = machines.load(str(committed.RESULTS / "nvidia-h100-80gb-hbm3"))
     model = resolve.resolve(name, weights=weights)

@@ -26,6 +26,7 @@ from zinfer.core.model import ModelError
 from zinfer.core.progress import NOTE
 from zinfer.engine.state import ModelState
 
+Make = Callable[[str], Path]
 GPT: dict[str, dict[str, object]] = {
     "gpt2": {},
     "gptj": {"rotary_dim": 8, "tie_word_embeddings": False},
@@ -37,7 +38,7 @@ SCORE = {"score.weight": torch.ones(2, 64)}
 
 
 @pytest.fixture(scope="module")
-def gpts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def gpts(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that makes the checkpoint of one of `GPT`, once."""
     return once(tmp_path_factory, lambda kind, path: save_config(path, kind, **{"num_hidden_layers": 3, **GPT[kind]}))
 
@@ -91,7 +92,7 @@ SURPLUS = {
 
 
 @pytest.mark.parametrize("kind", SURPLUS)
-def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Make, tmp_path: Path) -> None:
     architecture, renamed, extra, named = SURPLUS[kind]
     source = gpts(architecture)
     folder = with_tensors(source, tmp_path / "copy", extra, renamed)
@@ -116,18 +117,14 @@ CHANGING = {
 
 @pytest.mark.parametrize("kind", CHANGING)
 @pytest.mark.parametrize("bare", [False, True])
-def test_surplus_tensors_that_would_change_the_text_are_refused(
-    kind: str, bare: bool, gpts: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_surplus_tensors_that_change_the_text_are_refused(kind: str, bare: bool, gpts: Make, tmp_path: Path) -> None:
     extra = {name.removeprefix("transformer." * bare): tensor for name, tensor in CHANGING[kind].items()}
     folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra, "transformer." * bare)
     with pytest.raises(CheckpointError, match="merge it" if "adapter" in kind else "do not belong together"):
         ModelState(resolve.from_directory(folder), "safetensors")
 
 
-def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoint(
-    gpts: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoint(gpts: Make, tmp_path: Path) -> None:
     source, surplus = gpts("gpt2"), {"transformer.h.0.attn.scale.weight": torch.ones(1)}
     done = run(tmp_path, with_tensors(source, tmp_path / "head", HEAD))
     assert (done.returncode, done.stderr.count("left out v_head")) == (0, 1), done.stderr
@@ -142,7 +139,7 @@ def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoin
         assert len(done.stderr.strip().splitlines()[-1]) < 400
 
 
-def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+def test_of_several_sources_the_one_of_transformers_is_read(gpts: Make, tmp_path: Path) -> None:
     source = gpts("gpt2")
     folder = Path(shutil.copytree(source, tmp_path / "two"))
     assert (folder / INDEX).exists()
@@ -161,7 +158,7 @@ def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str]
     assert error_of(folder, whole) < 1e-5
 
 
-def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
     (folder / SINGLE).symlink_to("gone")
     assert error_of(folder, theirs(folder)) < 1e-5
@@ -169,7 +166,7 @@ def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], 
 
 
 @pytest.mark.parametrize("named", ["../own.safetensors", "gone.safetensors", "weights.bin", "", 3, ["own.safetensors"]])
-def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "named"))
     changed_config(folder, transformers_weights=named)
     with pytest.raises(CheckpointError):
@@ -226,7 +223,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Make, tmp_path: Path) -> None:
     change, says = KINDS[kind]
     folder = with_tensors(gpts("gpt2"), tmp_path / "model", {})
     change(folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests import Patch
 from tests.test_state import store, stored
 from tools import shapes
 from zinfer.checkpoint import resolve
@@ -212,7 +213,7 @@ def test_a_checkpoint_without_some_layer_is_an_error(saved: Saved) -> None:
     ],
 )
 def test_hub_ids_and_letters_of_any_case_find_the_catalogue(
-    reference: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: str, name: str | None, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """No network is asked, and records have one name. A folder of the same name comes first."""
     monkeypatch.setattr("zinfer.checkpoint.hub.config_of", pytest.fail)

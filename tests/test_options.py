@@ -75,9 +75,7 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
         ("deepspeed", {"gpus": 2}, "nvme", "gpus=2 does not go with offload nvme"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused_before_a_process_starts(
-    engine: str, options: Any, offload: Offload, words: str
-) -> None:
+def test_contradictions_are_refused_at_once(engine: str, options: Any, offload: Offload, words: str) -> None:
     asked = case(engine, offload, **options)
     with pytest.raises(OptionError, match=words) as refused:
         engines.parse_options(engine, asked.options, offload)

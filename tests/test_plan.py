@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import Checkpoints, mentions
+from tests import Checkpoints, Patch, mentions
 from tests.inline_worker import InlineWorker
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload, resident_bytes
@@ -69,7 +69,7 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "chunks", "depth"), [(1, 19, 19), (2, 19, 22), (4, 10, 13), (8, 10, 13)])
-def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_that_stay(
+def test_several_gpus_copy_larger_pieces_and_have_buffers_for_layers_that_stay(
     gpus: int, chunks: int, depth: int
 ) -> None:
     machine = BIG.model_copy(update={"gpu_count": 8})
@@ -138,9 +138,7 @@ def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(asked: An
     assert best[0] <= best[-1]
 
 
-def test_a_sweep_plans_every_workload_once_in_a_process(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_plans_every_workload_once(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
     placed, searched = list[tuple[Placer, Workload]](), list[tuple[int, ...]]()
     make_placement, search = Placer._choose, Planner._find_largest

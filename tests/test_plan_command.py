@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
 from tests.results import case, point
 from zinfer.core.engine import OptionError
 from zinfer.core.machine import catalogue
@@ -107,7 +107,7 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
     ],
 )
 def test_a_server_that_a_record_shows_to_be_faster_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], settings: dict[str, Any], named: bool
+    tmp_path: Path, monkeypatch: Patch, fields: dict[str, Any], settings: dict[str, Any], named: bool
 ) -> None:
     folder = tmp_path / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
     folder.mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_replaced_figures_are_shown() -> None:
     assert mentions(text, "109.8 GB/s", "set by hand", "54.9 GB/s")
 
 
-def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: Patch) -> None:
     monkeypatch.chdir(ROOT)
     text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
     assert text.count("predicted,") == 1, "the ranking"

@@ -1,5 +1,4 @@
-"""Model state: weights from a checkpoint, refused when it is damaged, and random weights that behave like trained
-ones."""
+"""Model state: weights from a checkpoint, refused when it is damaged, and random weights."""
 
 import json
 import os
@@ -114,9 +113,7 @@ WAYS = [pytest.param(*way, marks=[pytest.mark.slow] * (way[1] != "cpu" and way[0
 
 
 @pytest.mark.parametrize(("name", "offload"), WAYS)
-def test_persistent_buffers_keep_the_values_of_their_layers(
-    name: str, offload: Offload, glm: Path, tmp_path: Path
-) -> None:
+def test_persistent_buffers_keep_their_layers_values(name: str, offload: Offload, glm: Path, tmp_path: Path) -> None:
     check_tokens(load(name, glm, offload, tmp_path), glm)
 
 
@@ -154,9 +151,7 @@ def test_entries_that_transformers_keeps_in_float32_are_loaded_so(dtype: Dtype, 
 
 
 @pytest.mark.parametrize(("name", "offload"), WAYS)
-def test_float32_entries_of_a_16_bit_model_are_right_in_every_engine(
-    name: str, offload: Offload, glm: Path, tmp_path: Path
-) -> None:
+def test_float32_entries_of_16_bit_models_are_right(name: str, offload: Offload, glm: Path, tmp_path: Path) -> None:
     loaded: Any = load(name, glm, offload, tmp_path, "bfloat16")
     bias = "2.mlp.gate.e_score_correction_bias"
     buffer = next(buffer for path, buffer in loaded.model.named_buffers() if path.endswith(bias))
@@ -217,9 +212,7 @@ def test_a_slice_leaves_the_other_layers_alone(copy: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
-def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_kept_apart(
-    change: float, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_tied_head_of_other_values_is_kept_apart(change: float, checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(checkpoint("qwen2"), tmp_path / "qwen2"))
     tensors = stored(directory)
     head = tensors["model.embed_tokens.weight"] * (1 + change)

@@ -29,7 +29,7 @@ H100 = machines.load("h100-80gb").model_copy(
 )
 PLAIN = {"kv_offload": "none", "weight_codec": "none"}
 ON_CPU: Any = {"kv_attention": "cpu", "kv_offload": "cpu"}
-RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
+CODED = (("weight_codec", "auto"),)
 PHYSICS, GOOD = Efficiency(link_share=1.0), Efficiency()
 near: Any = pytest.approx
 FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
@@ -143,10 +143,8 @@ def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
 
 def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies() -> None:
     opt = resolve.resolve("opt-66b")
-    none, half = (
-        make_plan(asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share), opt, H100, efficiency=PHYSICS)
-        for share in ("0%", "50%")
-    )
+    cases = (asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share) for share in ("0%", "50%"))
+    none, half = (make_plan(case, opt, H100, efficiency=PHYSICS) for case in cases)
     assert half.placement.resident_layers == tuple(range(32))
     assert half.resident_bytes == half.streamed_bytes == none.host.weights - half.host.weights == 32 * opt.layer_bytes
     assert half.gpu.weights - none.gpu.weights == half.resident_bytes
@@ -187,27 +185,20 @@ def test_a_model_larger_than_host_memory_fits_if_the_gpu_keeps_a_share() -> None
 
 
 def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> None:
-    full = best_batch(asked(), BLOOM, H100)
-    half = best_batch(asked(gpu_weights="10%"), BLOOM, H100)
-    auto = best_batch(asked(gpu_weights="auto"), BLOOM, H100)
-    assert (full.output_tok_s or 0) > (half.output_tok_s or 0)
-    assert (auto.output_tok_s or 0) >= (full.output_tok_s or 0)
+    full, some, auto = (best_batch(asked(gpu_weights=share), BLOOM, H100) for share in (None, "10%", "auto"))
+    assert (auto.output_tok_s or 0) >= (full.output_tok_s or 0) > (some.output_tok_s or 0)
     assert full.case.workload.batch_size == full.max_batch_size == largest_batch(asked(), H100)
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """With slow CPU attention, the best batch is uneven. It is neither a power of two nor the largest.
-
-    (The GPU holds whole rows, which makes throughput uneven by some thousandths.)
-    """
+    """With slow CPU attention, it is neither a power of two nor the largest. Whole rows make rates a little uneven."""
     machine, slice_ = linked(55e9, attention_bandwidth=24e9, host_bytes=128 << 30), BLOOM.slice(14)
     case = asked(options={"kv_attention": "cpu", "kv_offload": "auto", "weight_codec": codec}, layers=14)
     best = Planner(case, slice_, machine, GOOD).best(case.workload)
-    rates = {
-        size: make_plan(case.with_batch(size), slice_, machine, efficiency=GOOD).output_tok_s or 0
-        for size in (*range(1, 278, 9), 128, 256)
-    }
+    sizes = (*range(1, 278, 9), 128, 256)
+    plans = (make_plan(case.with_batch(size), slice_, machine, efficiency=GOOD) for size in sizes)
+    rates = {plan.case.workload.batch_size: plan.output_tok_s or 0 for plan in plans}
     assert (best.output_tok_s or 0) > 0.997 * max(rates.values())
     assert best.max_batch_size > 256
     if codec == "lossless":
@@ -216,12 +207,8 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """Where bandwidth is scarce, the CPU gets its share and the link a twentieth less.
-
-    Fewer cores take nothing from the link, and have the whole time of a layer.
-    """
-    details = {"host": {"cores": 32}}
-    machine = linked(50e9, attention_bandwidth=100e9, host_bytes=800 << 30, details=details)
+    """Where it is scarce, the CPU gets its share and the link a twentieth less. Fewer cores take nothing from it."""
+    machine = linked(50e9, attention_bandwidth=100e9, host_bytes=800 << 30, details={"host": {"cores": 32}})
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
     case = asked(batch_size=64, options=ON_CPU)
 
@@ -314,10 +301,8 @@ def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
 def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -> None:
     opt, bandwidth = resolve.resolve("opt-30b"), H100.hbm_bandwidth or 1
     machine = H100.model_copy(update={"gpu_bytes": 140 << 30})
-    coded, raw = (
-        make_plan(asked("opt-30b", gpu_weights="100%", options=options), opt, machine, efficiency=PHYSICS)
-        for options in (CODED, RAW)
-    )
+    cases = (asked("opt-30b", gpu_weights="100%", options={"weight_codec": codec}) for codec in ("auto", "none"))
+    coded, raw = (make_plan(case, opt, machine, efficiency=PHYSICS) for case in cases)
     assert coded.streamed_bytes == raw.streamed_bytes == 0
     weights = opt.streamed_bytes
     read = (opt.active_parameters * opt.dtype_bytes + opt.kv_bytes(1, 528)) / bandwidth
@@ -395,6 +380,11 @@ def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
     read = BLOOM.streamed_bytes + BLOOM.kv_bytes(200, 528)
     assert (many.step_s or 0) == pytest.approx(read / 100e9, rel=FULL_RING)
     assert many.gpu.kv_cache == 0
+    slow = linked(55e9, attention_bandwidth=50e9, host_bytes=800 << 30)
+    at_rest, plan = (bloom(slow, size, PHYSICS, **ON_CPU) for size in (1, 200))
+    assert plan.bound_by == "cpu attention"
+    cpu_s = BLOOM.kv_bytes(200, 528) / 50e9
+    assert cpu_s < (plan.step_s or 0) < cpu_s + (at_rest.step_s or 0), "CPU and GPU wait for each other"
 
 
 @pytest.mark.parametrize(("cpu_reads", "read_over"), [(120e9, 0), (20e9, 1), (None, 1)])
@@ -407,14 +397,6 @@ def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float | No
     assert (plan.step_s or 0) == pytest.approx(over_link / 55e9, rel=FULL_RING)
 
 
-def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
-    machine = linked(55e9, attention_bandwidth=50e9, host_bytes=800 << 30)
-    at_rest, plan = (bloom(machine, size, PHYSICS, **ON_CPU) for size in (1, 200))
-    assert plan.bound_by == "cpu attention"
-    cpu_s = BLOOM.kv_bytes(200, 528) / 50e9
-    assert cpu_s < (plan.step_s or 0) < cpu_s + (at_rest.step_s or 0)
-
-
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     machine = linked(55e9, attention_bandwidth=120e9, host_bytes=800 << 30)
     largest = largest_batch(asked(), machine, CAUTIOUS)
@@ -423,13 +405,16 @@ def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     assert small.gpu == bloom(machine, largest).gpu
     rows = rows_on_host(large.case, machine)
     assert largest <= rows <= largest + 4  # a layer that waits in the ring while the CPU attends takes room too
-    assert placed(large.case, machine).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, machine, efficiency=CAUTIOUS)
     assert cautious.gpu.total <= machine.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
     assert cautious.host == large.host  # for any caller
     assert large.max_batch_size > 3 * largest
     assert large.step_s == small.step_s
+    for case, deep in ((small.case, False), (large.case, True)):  # the ring holds a layer while the CPU attends
+        placement = placed(case, machine)
+        assert (placement.kv_buffers * Sizes(placement, BLOOM).chunk >= BLOOM.layer_bytes) is deep
+        assert placement.kv_on_cpu is deep
 
 
 @pytest.mark.parametrize("lengths", [(512, 32), (128, 512), (64, 512)])
@@ -447,14 +432,6 @@ def test_the_cache_pays_for_the_ring(lengths: tuple[int, int], offload: str, gpu
     others = Sizes(placement, BLOOM).tiers(case.workload).gpu.total - placement.kv_buffers * buffer
     assert others + depth * buffer + (resident if gpu_weights else 0) * placement.kept_ratio <= machine.gpu_bytes
     assert device_rows == 0 or offload == "auto"
-
-
-def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
-    machine = linked(55e9, attention_bandwidth=120e9, host_bytes=800 << 30)
-    for size, deep in ((8, False), (100, True)):
-        placement = placed(asked(batch_size=size, options={"kv_offload": "auto"}), machine)
-        assert (placement.kv_buffers * Sizes(placement, BLOOM).chunk >= BLOOM.layer_bytes) is deep
-        assert placement.kv_on_cpu is deep
 
 
 @pytest.mark.parametrize("rate", [None, 120e9])

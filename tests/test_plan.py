@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests import Checkpoints, Patch, mentions
 from tests.inline_worker import InlineWorker
+from tests.results import case
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload, resident_bytes
 from zinfer.core.engine import ENGINES
@@ -27,15 +28,13 @@ from zinfer.system import machines
 BIG = machines.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "sources": {}})
 
 
-def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "stream", **more: Any) -> Case:
-    workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
-    options = {"kv_offload": "none"} if engine == "stream" else {}
-    more["options"] = tuple(sorted((options | dict(more.get("options", ()))).items()))
-    return Case(model=name, engine=engine, offload=offload, workload=workload, **more)
+def asked_of(name: str, engine: str = "stream", options: tuple[Any, ...] = (), **fields: Any) -> Case:
+    chosen = tuple(sorted((({"kv_offload": "none"} if engine == "stream" else {}) | dict(options)).items()))
+    return case(**{"model": name, "layers": None, **fields}, engine=engine, options=chosen)
 
 
 def planned(name: str, machine: Machine = BIG, **fields: Any) -> Any:
-    asked = case(name, **fields)
+    asked = asked_of(name, **fields)
     return make_plan(asked, resolve.resolve(name, layers=asked.layers), machine)
 
 
@@ -48,12 +47,15 @@ def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
     assert planned("bloom-176b", small, layers=layers).fits
     assert not planned("bloom-176b", small, layers=layers + 1).fits
     assert "\n" not in plan.why_not
+    laptop = Machine(name="laptop", source="measured", host_bytes=16 << 30, h2d_bandwidth=1e10)  # memory of both
+    assert planned("opt-1.3b", laptop, offload="none").fits
+    assert not planned("opt-13b", laptop, offload="none").fits
 
 
 def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     small = resolve.resolve("bloom-560m")
     spec = resolve.resolve("bloom-176b").model_copy(update={"draft": small})
-    asked = case("bloom-176b", batch_size=64)
+    asked = asked_of("bloom-176b", batch_size=64)
     alone, both = planned("bloom-176b", batch_size=64), make_plan(asked, spec, BIG)
     assert both.gpu.weights - alone.gpu.weights == small.weight_bytes
     assert both.gpu.kv_cache - alone.gpu.kv_cache == small.kv_bytes(64, 680 + 256)
@@ -84,12 +86,6 @@ def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:
     assert half.step_s == pytest.approx(all_streamed.step_s / 2)
     assert half.gpu.weights - all_streamed.gpu.weights == half.model.streamed_bytes // 2
     assert half.max_batch_size < all_streamed.max_batch_size
-
-
-def test_without_a_gpu_the_host_carries_both() -> None:
-    laptop = Machine(name="laptop", source="measured", host_bytes=16 << 30, h2d_bandwidth=1e10)
-    assert planned("opt-1.3b", laptop, offload="none").fits
-    assert not planned("opt-13b", laptop, offload="none").fits
 
 
 @settings(max_examples=60, deadline=None)

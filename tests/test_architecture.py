@@ -12,12 +12,12 @@ import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests import invoke, mentions
+from tests import Patch, invoke, mentions
+from tests.results import case
 from tests.test_model import counted
 from zinfer.checkpoint.architecture import CACHE_NAMES, decoder_layers, empty_model, measure
 from zinfer.checkpoint.resolve import from_config, resolve
 from zinfer.checkpoint.source import find
-from zinfer.core.case import Case, Workload
 from zinfer.core.model import ATTEND_THEMSELVES, ModelError, ModelSpec
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
@@ -79,8 +79,7 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
     spec = spec_of(kind)
     model = empty_model(spec)
     _, layers = decoder_layers(model)
-    assert spec.layer_parameters == tuple(map(counted, layers))
-    assert spec.parameters == counted(model)
+    assert (spec.layer_parameters, spec.parameters) == (tuple(map(counted, layers)), counted(model))
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (6, 48, 96 if kind != "gemma3" else spec.vocab_size)
 
 
@@ -132,6 +131,9 @@ def test_windows_states_and_attention_of_each_layer() -> None:
     assert (attending.kv_width, attending.state, attending.attention) == (2 * 2 * 12, 0, 4 * 12)
     assert spec_of("mamba").num_heads == 0
     assert spec_of("mamba").kv_bytes(2, 10) == spec_of("mamba").kv_bytes(2, 1000) > 0
+    wrapper, text = spec_of("gemma3"), spec_of("gemma3_text")
+    assert (wrapper.layers, wrapper.architecture) == (text.layers, "gemma3"), "only the text model counts"
+    assert not any("vision" in name for name, _ in empty_model(wrapper).named_parameters())
 
 
 def test_attention_reads_no_more_than_the_window() -> None:
@@ -143,12 +145,6 @@ def test_attention_reads_no_more_than_the_window() -> None:
     blind = tuple(layer.model_copy(update={"attention": 0}) for layer in windowed.layers)
     others = windowed.model_copy(update={"layers": blind}).prefill_flops(1, 4000)
     assert windowed.prefill_flops(1, 4000) - others == pytest.approx(by_token, rel=1e-3)
-
-
-def test_only_the_text_model_of_a_wrapper_counts() -> None:
-    wrapper, text = spec_of("gemma3"), spec_of("gemma3_text")
-    assert (wrapper.layers, wrapper.architecture) == (text.layers, "gemma3")
-    assert not any("vision" in name for name, _ in empty_model(wrapper).named_parameters())
 
 
 MLLAMA = {
@@ -188,7 +184,7 @@ def test_a_bare_configuration_is_planned(tmp_path: Path) -> None:
     assert {plan["model"]["num_experts"] for plan in json.loads(result.output)} == {8}
 
 
-def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
+def test_plan_sweep_and_run_refuse_what_is_too_long_at_once(monkeypatch: Patch) -> None:
     words = ["plan", "--model", "opt-1.3b", "--machine", "h100-80gb", "--output-len", "16", "--input-len"]
     assert "2048 positions of opt-1.3b" in str(invoke(*words, 2040).exception)
     result = invoke(*words, "8,2040")
@@ -197,9 +193,6 @@ def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
     sweep = make_sweep({"model": "opt-1.3b", "input_len": [8, 2040], "output_len": 16}, "test")
     with pytest.raises(ModelError, match="2048 positions of opt-1"):
         prepare(sweep, machine("h100-80gb"), lambda load: find(load.model, None, None, "dummy"), lambda _: "engine")
-
-
-def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: pytest.fail("the machine was asked"))
     result = invoke(*f"run -m bloom-tiny --load-format dummy --prompt {'x' * 2040} --output-len 16".split())
     assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")
@@ -222,7 +215,7 @@ LLAMA = {"model_type": "llama", **GQA}
         {"rope_parameters": {"rope_type": "default", "attn_implementation": "someone/kernels"}},
     ],
 )
-def test_a_configuration_that_names_code_is_refused(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_names_code_is_refused(code: dict[str, Any], monkeypatch: Patch) -> None:
     """Without the refusal, transformers fetches the repository and imports it."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("a repository was fetched"))
     spec = from_config("llama", LLAMA)
@@ -258,9 +251,8 @@ def test_types_that_compute_attention_themselves_are_known() -> None:
 def test_no_row_in_host_memory_is_planned_for_them(kind: str, offloaded: bool) -> None:
     spec = from_config(kind, GQA | {"model_type": kind, "num_hidden_layers": 80})
     big = spec.model_copy(update={"layers": spec.layers * 4, "num_layers": 320, "total_layers": 320})
-    workload = Workload(batch_size=100_000, input_len=32, output_len=32)
-    case = Case(model=kind, engine="stream", offload="cpu", workload=workload, options=(("kv_attention", "cpu"),))
-    explicit = case.model_copy(update={"options": (("kv_offload", "cpu"),)})
-    plans = [make_plan(each, big, machine("h200")) for each in (case, explicit)]
+    ways = ((("kv_attention", "cpu"),), (("kv_offload", "cpu"),))
+    cases = [case(100_000, model=kind, layers=None, input_len=32, options=options) for options in ways]
+    plans = [make_plan(each, big, machine("h200")) for each in cases]
     assert (plans[0].placement.host_rows(100_000) > 0) is offloaded
     assert ("computes attention itself" in (plans[1].why_not or "")) is not offloaded

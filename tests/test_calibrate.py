@@ -72,8 +72,7 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
 
 
 def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
-    """Nine of ten points lie within a fifth. Memory is the peak over the load, which was 45 times what the passes need
-    where all layers move to the GPU."""
+    """Nine of ten lie within a fifth. Memory is the peak over the load, at most 45 times what passes need."""
     ours = [row for row in rows if row.case.engine == "stream" and row.case.offload != "nvme"]
     quantities: tuple[Quantity, ...] = ("step_s", "ttft_s", "host_bytes")
     steps, ttfts, hosts = (
@@ -90,10 +89,7 @@ def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """A choice by leave-one-out predictions loses 6% at most. Loads of the same work differ by as much.
-
-    The candidates are all that was measured of a model and a pair of lengths on a machine.
-    """
+    """Of all that was measured of a model, lengths and machine it loses 6% at most. Equal loads differ by as much."""
     groups = defaultdict[tuple[object, ...], list[PredictedPoint]](list)
     for row in rows:
         if row.error("tok_s") is not None:

@@ -248,13 +248,6 @@ def test_an_old_file_without_a_setting_has_its_default() -> None:
         _check_settings(Path("out.jsonl"), Records(headers=(old,)), other, force=False)
 
 
-class Terminal(io.StringIO):
-    """Text of a person at a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(
     ("seconds", "yes", "terminal", "asks"),
     [(7200, False, True, True), (7200, True, True, False), (3000, False, True, False), (None, False, True, False),
@@ -263,7 +256,7 @@ class Terminal(io.StringIO):
 def test_a_sweep_of_more_than_an_hour_asks_first_on_a_terminal(
     seconds: float | None, yes: bool, terminal: bool, asks: bool, monkeypatch: Patch
 ) -> None:
-    kind = Terminal if terminal else io.StringIO
+    kind = type("Stream", (io.StringIO,), {"isatty": lambda _self: terminal})
     monkeypatch.setattr("sys.stdin", kind("n\n"))
     monkeypatch.setattr("sys.stderr", err := kind())
     with pytest.raises(click.Abort) if asks else nullcontext():

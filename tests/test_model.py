@@ -109,6 +109,8 @@ def test_flops_are_two_a_weight_and_token() -> None:
     assert spec.decode_flops(1, 0) == 2 * (spec.parameters - spec.vocab_size * spec.hidden_size - spec.hidden_size)
     assert spec.decode_flops(8, 100) == 8 * spec.decode_flops(1, 100)
     assert spec.prefill_flops(1, 1) == pytest.approx(spec.decode_flops(1, 1), rel=1e-3)
+    names = ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b")
+    assert [resolve.resolve(name).ffn_matrices for name in names] == [2, 3, 3], "a gate is a third matrix"
 
 
 def test_a_copy_counts_its_own_layers() -> None:
@@ -249,8 +251,3 @@ def test_building_a_model_leaves_its_spec_as_it_was() -> None:
     before = deepcopy(spec.config)
     AutoConfig.for_model(**spec.config)  # transformers writes rope_theta into the rope_scaling it is given
     assert resolve.resolve("llama-3.1-8b").config == before
-
-
-def test_a_gate_is_a_third_matrix() -> None:
-    names = ("bloom-176b", "llama-3.1-70b", "mixtral-8x7b")
-    assert [resolve.resolve(name).ffn_matrices for name in names] == [2, 3, 3]

@@ -97,9 +97,8 @@ def test_golden_sizes_of_bloom() -> None:
 @pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
 def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) -> None:
     machine = machines.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
-    efficiency = Efficiency(link_share=1.0, mfu=0.55)
     placement = Placement(tier="host", also_streamed=BLOOM.other_bytes)
-    timing = Timing(placement, BLOOM, machine, efficiency)
+    timing = Timing(placement, BLOOM, machine, Efficiency(link_share=1.0, mfu=0.55))
     assert [timing.step(int(batch * part), 1).bound_by for part in (0.9, 1.1)] == ["link", "compute"]
 
 
@@ -311,8 +310,8 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     assert (coded.gpu.weights, coded.bound_by) == (raw.gpu.weights, "hbm")
     packed = coded.placement.model_copy(update={"unpacked_layers": ()})
     times = Timing(packed, opt, machine, PHYSICS).step(1, 528)
-    assert times.bound_by == "unpacking"
-    assert times.seconds == pytest.approx(weights / (RATES.unpacking * bandwidth) + read + kernels)
+    unpacking = near(weights / (RATES.unpacking * bandwidth) + read + kernels)
+    assert (times.bound_by, times.seconds) == ("unpacking", unpacking)
     limit = Timing(packed, opt, machine, LIMITS).step(1, 528)
     assert limit.bound_by == "hbm"
     assert limit.seconds == pytest.approx(read - (1 - RATES.coded_bound) * weights / bandwidth), "read as they are"
@@ -365,8 +364,7 @@ def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     assert on_host.gpu.kv_cache == 0
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
     assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
-    kv = BLOOM.kv_bytes(16, 528)
-    assert (on_host.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + kv) / 55e9, rel=FULL_RING)
+    assert on_host.step_s == pytest.approx((BLOOM.streamed_bytes + BLOOM.kv_bytes(16, 528)) / 55e9, rel=FULL_RING)
     assert on_host.host.total * 0.97 < (H100.host_bytes or 0)
     slow = linked(55e9, duplex_bandwidth=1e9, host_bytes=800 << 30)
     assert bloom(slow, 64, kv_offload="cpu").prefill_s == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9), "prompts, too"
@@ -532,8 +530,7 @@ def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
     gathered = BLOOM.other_bytes if tuned else 0
     assert four.gpu.buffers == pytest.approx((2 + 1 / 4) * BLOOM.layer_bytes + gathered, rel=0.01)
     slow = planned(4, roomy.model_copy(update={"gather_bandwidth": 10e9}))
-    assert slow.bound_by == "gather"
-    assert (slow.step_s or 0) == pytest.approx(BLOOM.weight_bytes * 3 / 4 / 10e9, rel=0.001)
+    assert (slow.bound_by, slow.step_s) == ("gather", near(BLOOM.weight_bytes * 3 / 4 / 10e9, rel=0.001))
 
 
 def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
@@ -638,8 +635,7 @@ def test_a_budget_costs_what_the_link_takes(weights: Weights, batch_size: int) -
     for plan, step_s in zip(curve, seconds, strict=True):
         copying = plan.streamed_bytes / (efficiency.link_share * (H100.h2d_bandwidth or 1))
         assert step_s <= 1.05 * ((whole.step_s or 0.0) + copying)
-        unpacked = plan.placement.unpacked_layers
-        assert set(unpacked) <= set(plan.placement.resident_layers)
+        assert {*plan.placement.unpacked_layers} <= {*plan.placement.resident_layers}
         assert plan.gpu.weights - spec.other_bytes <= plan.resident_bytes, "a budget counts bytes of the checkpoint"
     for plan in (curve[-1], planned("cpu", "auto")):
         assert plan.step_s == pytest.approx(whole.step_s)

@@ -123,9 +123,7 @@ def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
 
 
 def test_the_cpu_computes_experts_where_it_reads_them_sooner_than_the_link() -> None:
-    released = resolve.resolve("gpt-oss-120b", None, None)
-
-    def tokens(model: ModelSpec = released, way: str = "auto", **rates: Any) -> int:
+    def tokens(model: ModelSpec = OSS, way: str = "auto", **rates: Any) -> int:
         return plan(1, model, "0%", H100.model_copy(update=rates), experts=way).placement.cpu_tokens
 
     assert tokens() == tokens(way="cpu") == TUNING.max_cpu_tokens
@@ -220,8 +218,8 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     little = plan(batch_size, share="1GiB").placement
     assert (len(little.resident_layers), little.cached_experts) == (12, 0)
     if batch_size == 1:
-        left = MIXTRAL.streamed_bytes / 2
-        assert half.streamed_bytes == pytest.approx(left * MIXTRAL.touched_share(1) * 0.67, rel=0.01)
+        touched = MIXTRAL.streamed_bytes / 2 * MIXTRAL.touched_share(1)
+        assert half.streamed_bytes == pytest.approx(touched * 0.67, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -333,12 +331,10 @@ def test_records_of_before_brought_all_experts() -> None:
     """Their options are the defaults, and the default was to bring all."""
     asked = case(model="mixtral-8x7b", layers=None, output_len=3)
     for settings, experts in (({}, "all"), ({"experts": "on-demand"}, "on-demand")):
-        shared = {"experts_on_cpu_per_step": 3.0}  # plans do not count what the CPU computed
-        effective = (
-            Effective(gpu_weight_bytes=0, streamed_bytes_per_step=1, settings=each)
-            for each in (settings, settings | shared)
-        )
-        points = [point(asked, machine=H100.name, repeats=1, effective=each) for each in effective]
+        points = []
+        for more in ({}, {"experts_on_cpu_per_step": 3.0}):  # plans do not count what the CPU computed
+            effective = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=1, settings=settings | more)
+            points.append(point(asked, machine=H100.name, effective=effective))
         (seen,) = calibrate.fit_points(points, {H100.name: H100})
         assert seen.placement.experts == experts
 

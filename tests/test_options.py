@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests import invoke
+from tests import invoke, results
 from zinfer.checkpoint import resolve
 from zinfer.core import engine as engines
 from zinfer.core.case import Case, Workload
@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Case:
-    workload = Workload(batch_size=1, input_len=512, output_len=32)
-    return Case(model="opt-30b", engine=engine, offload=offload, workload=workload, options=tuple(options.items()))
+    return results.case(1, engine, offload, model="opt-30b", layers=None, options=tuple(options.items()))
 
 
 def planned(asked: Case, model: str = "opt-30b", nvme_path: str | None = None) -> Plan:

@@ -154,11 +154,10 @@ def test_a_worker_that_fails_is_loaded_again(here: Path, checkpoint: Checkpoints
 
 
 def test_plans_are_those_of_the_command(here: Path) -> None:
-    machines = ["h100-80gb", "l40s"]
-    plans = zinfer.plan("bloom-176b", machine=machines, offload="cpu", batch_size=8, calibrate=True)
+    plans = zinfer.plan("bloom-176b", machine=["h100-80gb", "l40s"], offload="cpu", batch_size=8, calibrate=True)
     words = "plan --model bloom-176b --machine h100-80gb,l40s --offload cpu --batch-size 8 --calibrate --json"
     printed = json.loads(command(here, *words.split()).stdout)
-    assert [plan.machine.name for plan in plans] == machines
+    assert [plan.machine.name for plan in plans] == ["h100-80gb", "l40s"]
     assert [plan.expected()[1] for plan in plans] == [row["step_s"] for row in printed]
     assert all(plan.efficiency is not None for plan in plans)
     (limit,) = zinfer.plan("bloom-176b", machine="h100-80gb", offload="cpu", batch_size=8)

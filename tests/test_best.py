@@ -55,10 +55,8 @@ def test_the_table_answers_with_a_command(results: Path) -> None:
     assert any(again in line and "--layers 14" in line for line in lines)
     use = "zinfer batch prompts.jsonl -o answers.jsonl --model bloom-176b --engine stream"
     assert any(use in line and "--layers" not in line for line in lines)
-    assert "random (dummy)" in done.stdout
     assert sum("zinfer plan --model bloom-176b" in line for line in lines) == 1, "the warning about a slice"
     assert "deepspeed:" not in done.stdout, "it was measured with offload only"
-    assert "without it nothing" not in done.stdout
     for engine in ("Any engine:", "stream:"):
         assert any(line.startswith(engine) and re.search(r" cpu .* 0\.\d\dx", line) for line in lines)
     assert mentions(done.stdout, "accelerate cpu", "crashed", "batch 1")

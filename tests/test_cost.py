@@ -590,19 +590,14 @@ PLACEMENTS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(PLACEMENTS, st.sampled_from(NAMES), st.integers(1, 512), st.sampled_from(FIGURES), st.floats(1.0, 8.0))
-def test_a_better_machine_is_as_fast(placement: Placement, name: str, batch: int, figure: str, factor: float) -> None:
-    spec = resolve.resolve(name)
+def test_a_better_machine_and_the_limit_are_as_fast(
+    placement: Placement, name: str, batch: int, figure: str, factor: float
+) -> None:
     better = H100.model_copy(update={figure: (getattr(H100, figure) or 0) * factor or None})
-    before, after = (seconds(Timing(placement, spec, machine).step(batch, 512)) for machine in (H100, better))
-    assert after <= before * (1 + 1e-12)
-
-
-@settings(max_examples=150, deadline=None)
-@given(PLACEMENTS, st.sampled_from(NAMES), st.integers(1, 512))
-def test_no_prediction_is_below_the_limit(placement: Placement, name: str, batch: int) -> None:
-    spec = resolve.resolve(name)
-    limit, predicted = (seconds(Timing(placement, spec, H100, way).step(batch, 512)) for way in (LIMITS, GOOD))
-    assert limit <= predicted * (1 + 1e-12)
+    ways = ((H100, GOOD), (better, GOOD), (H100, LIMITS))
+    timings = [Timing(placement, resolve.resolve(name), machine, way) for machine, way in ways]
+    predicted, quick, limit = (seconds(timing.step(batch, 512)) for timing in timings)
+    assert max(quick, limit) <= predicted * (1 + 1e-12)
 
 
 @settings(max_examples=150, deadline=None)

@@ -206,8 +206,7 @@ def test_tensors_that_transformers_ignores_are_ignored(copy: ModelSpec) -> None:
 
 
 def test_a_slice_leaves_the_other_layers_alone(copy: ModelSpec) -> None:
-    names = set(read(copy.slice(2)))
-    assert names == {name for name in read(copy) if "layers.2." not in name}
+    assert [*read(copy.slice(2))] == [name for name in read(copy) if "layers.2." not in name]
     refused(copy.model_copy(update={"num_layers": 2, "total_layers": 2, "config": copy.slice(2).config}), "layers.2.")
 
 

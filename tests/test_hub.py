@@ -48,12 +48,10 @@ class Hub(BaseHTTPRequestHandler):
             code = "GatedRepo" if name == "owner/gated" else "RepoNotFound"
             return self.answer(403 if code == "GatedRepo" else 404, b"", {"X-Error-Code": code}, body)
         if rest[:1] == ["resolve"]:
-            content = files.get("/".join(rest[2:]))
-            found = (
-                {"ETag": f'"{abs(hash(content)):032x}"'} if content is not None else {"X-Error-Code": "EntryNotFound"}
-            )
-            status = 200 if content is not None else 404
-            return self.answer(status, (content or "").encode(), found | {"X-Repo-Commit": COMMIT}, body)
+            content, kept = files.get("/".join(rest[2:])), {"X-Repo-Commit": COMMIT}
+            if content is None:
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"} | kept, body)
+            return self.answer(200, content.encode(), {"ETag": f'"{abs(hash(content)):032x}"'} | kept, body)
         listing: object = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
         if rest[:1] == ["tree"]:
             listing = [{"type": "file", "path": file, "size": len(text), "oid": COMMIT} for file, text in files.items()]

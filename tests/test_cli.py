@@ -98,7 +98,7 @@ def told(done: CompletedProcess[str], code: int, message: str = "", lines: int =
         ("serve -m bloom-tiny --load-format dummy --api-key ''", 2, "printable ASCII"),
         ("plot", 4, "sweeps/results"),
         ("swep", 2, "did you mean 'sweep'?"),
-        ("sweep -m bloom-tiny --engine strem", 2, "did you mean 'stream'"),
+        ("sweep -m bloom-tiny --engine strem", 2, "?; choose from stream, deepspeed, accelerate"),
         ("sweep -m bloom-tiny -O wieght_codec=none", 2, "did you mean 'weight_codec'?"),
         ("plan --list machines h300", 2, "no machine 'h300'"),
         ("plan -m bloom-176b --machine mi300", 2, "did you mean 'mi300x'"),

@@ -20,10 +20,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import PATIENCE_S, Checkpoints, Patch, mentions, structured
+from tests import PATIENCE_S, Checkpoints, Patch, environment, mentions, structured
 from tests.command import zinfer
 from tests.inline_worker import InlineWorker
-from tests.test_cli import ROOT
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
 from zinfer.checkpoint.resolve import from_directory
@@ -255,7 +254,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "none", "--chat", "--output-len", "1900"]
     process = subprocess.Popen(
         [sys.executable, "-m", "zinfer", *words, "--ignore-eos"], cwd=folder, stdin=slave, stdout=slave,
-        stderr=slave, env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}, start_new_session=True,
+        stderr=slave, env=environment(TERM="dumb"), start_new_session=True,
     )  # fmt: skip
     os.close(slave)
     screen = ""

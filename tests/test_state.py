@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests import Checkpoints, Patch
 from tests.checkpoints import save_config
-from tests.test_folders import stored
 from tests.test_parity import BATCHES, COMPARED, check_tokens, greedy, load
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import empty_model
@@ -34,6 +33,10 @@ CPU = torch.device("cpu")
 def copy(checkpoint: Checkpoints, tmp_path: Path) -> ModelSpec:
     """Copy a llama checkpoint of several shards, which a test may damage; the spec is that of the undamaged one."""
     return resolve.from_directory(Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama")))
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
 
 
 def read(spec: ModelSpec) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from zinfer.record.study import Coded, Deviation, ExpertPolicy, Hits, Position, 
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9
+RATE = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
 
 
 def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fields: Any) -> Case:
@@ -54,22 +55,22 @@ def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> 
 
 def sweep(**fields: Any) -> list[Measurement]:
     """Return points of three engines. Offload lets large batches fit, whose steps hardly take longer."""
-    points = []
-    for size in (1, 2, 4, 8, 16, 32, 64, 128):
-        if size <= 8:
-            points.append(point(case(size, offload="none", **fields), 0.031 + 0.0008 * size))
-        if size <= 64:
-            points.append(point(case(size, **fields), 1.36 + 0.0005 * size))
-            points.append(point(case(size, options=(("weight_codec", "lossless"),), **fields), 0.92 + 0.0006 * size))
-        if size <= 32:
-            points.append(point(case(size, "deepspeed", **fields), 1.56 + 0.004 * size))
-        if size <= 16:
-            points.append(point(case(size, "accelerate", **fields), 8.9 + 0.01 * size))
-    edges = [case(16, offload="none", **fields), case(64, "deepspeed", **fields)]
-    edges += [case(128, options=options, **fields) for options in ((), (("weight_codec", "lossless"),))]
+    loads: tuple[tuple[int, float, float, dict[str, Any]], ...] = (  # largest batch, seconds of a step, more for a row
+        (8, 0.031, 0.0008, {"offload": "none"}),
+        (64, 1.36, 0.0005, {}),
+        (64, 0.92, 0.0006, {"options": (("weight_codec", "lossless"),)}),
+        (32, 1.56, 0.004, {"engine": "deepspeed"}),
+        (16, 8.9, 0.01, {"engine": "accelerate"}),
+    )
+    points = [
+        point(case(size, **kind, **fields), step_s + more * size)
+        for size in (1, 2, 4, 8, 16, 32, 64, 128)
+        for most, step_s, more, kind in loads
+        if size <= most
+    ]
+    *edges, slow = (case(2 * most, **kind, **fields) for most, *_, kind in loads)
     points += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
-    points.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
-    return points
+    return [*points, point(slow, status="timeout", stage="decode", error="no step for 600 s")]
 
 
 def traced(
@@ -168,9 +169,6 @@ def reuse_run(*points: Reload, **fields: Any) -> Study:
         study="reuse", machine="h100", device="H100", case=asked, num_layers=4, total_layers=8,
         started_at="2026-01-01", link=5e10, model=asked.model, rows=points,
     )  # fmt: skip
-
-
-RATE = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
 
 
 def codec_run(*names: str, **fields: Any) -> Study:

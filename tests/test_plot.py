@@ -1,12 +1,9 @@
 """Figures: every point is drawn, nothing unknown is drawn, nothing overlaps, and the bytes are the same every time."""
 
-import hashlib
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tests import invoke, mentions
+from tests import environment, invoke, mentions
+from tests.command import zinfer_process
 from tests.results import case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
 from zinfer.record.measurement import Effective, Measurement, Span, spans
@@ -28,14 +26,10 @@ from zinfer.report.plot.style import said
 
 pytestmark = pytest.mark.long
 
+LLAMA: dict[str, Any] = {"model": "meta-llama/Llama-3.3-70B-Instruct", "layers": None}
 CROWD = [
-    point(
-        case(size, engine, offload, options=options, model="meta-llama/Llama-3.3-70B-Instruct", layers=None),
-        1.3 + 0.01 * size,
-        status="oom_gpu" if size == 96 else "ok",
-    )
-    for engine in ("stream", "deepspeed", "accelerate", "tensorrt", "vendor")
-    for offload in ("none", "cpu")
+    point(case(size, *load, options=options, **LLAMA), 1.3 + 0.01 * size, status="oom_gpu" if size == 96 else "ok")
+    for load in product(("stream", "deepspeed", "accelerate", "tensorrt", "vendor"), ("none", "cpu"))
     for options in ((), (("gpu_weights", "40GiB"), ("kv_offload", True)))
     for size in (1, 3, 24, 28, 64, 96)
 ]
@@ -78,17 +72,15 @@ def measured(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def crosses(figure: Figure) -> set[float]:
-    return {
-        x for axes in figure.axes for line in axes.lines if line.get_marker() == "x" for x in values(line.get_xdata())
-    }
+    lines = [line for axes in figure.axes for line in axes.lines if line.get_marker() == "x"]
+    return {x for line in lines for x in values(line.get_xdata())}
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     for machine in ("h100", "h200"):
         with Store.open(tmp_path / "results" / machine / "bloom.jsonl") as store:
-            for row in sweep():
-                store.append(row.model_copy(update={"machine": machine}))
+            store.append(*(row.model_copy(update={"machine": machine}) for row in sweep()))
     return tmp_path / "results"
 
 
@@ -121,16 +113,10 @@ def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
 def test_unknown_values_are_not_drawn() -> None:
     """Failed or incomplete points leave no mark, not even at zero. Incomplete is one without link bandwidth or decode
     steps."""
-    points = [
-        point(case(1)),
-        point(case(2), link_bandwidth=None),
-        point(case(4), effective=None),
-        point(case(8), status="nan_output"),
-    ]
-    figures = drawn(points)
+    points = [point(case(2), link_bandwidth=None), point(case(4), effective=None), point(case(8), status="nan_output")]
+    figures = drawn([point(case(1)), *points])
     assert measured(figures["throughput"].axes[0])["stream cpu"][0] == [1, 2, 4]
-    single = [point(case(1, output_len=1))]
-    assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1]
+    assert [len(measured(axes)) for axes in drawn([point(case(1, output_len=1))])["latency"].axes] == [1]
     assert drawn([point(case(1), status="oom_gpu")]) == {}
 
 
@@ -142,11 +128,8 @@ def test_the_timeline_shows_the_fastest_configurations() -> None:
     figure = shown("traced")["timeline"]
     assert len(figure.axes) == 3
     heads = [labels(axes)[0] for axes in figure.axes]
-    assert [head.split(", batch")[0] for head in heads] == [
-        "stream cpu weight_codec=lossless",
-        "stream cpu",
-        "stream cpu gpu-weights=40GiB kv_offload=True weight_cod…",
-    ]
+    long = "stream cpu gpu-weights=40GiB kv_offload=True weight_cod…"
+    assert [head.split(", batch")[0] for head in heads] == ["stream cpu weight_codec=lossless", "stream cpu", long]
     assert mentions(heads[1], "stream cpu", "batch 64", "1,277.5 ms", "timed")
     assert "3 of 4" in figure.texts[1].get_text()
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "whole steps share a scale"
@@ -224,7 +207,7 @@ def test_only_traced_steps_over_a_link_make_a_timeline() -> None:
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_axes_hold_all_their_points(name: str) -> None:
+def test_axes_hold_all_their_points_and_titles_legend_and_data_do_not_overlap(name: str) -> None:
     for figure in shown(name).values():
         for axes in figure.axes:
             (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
@@ -232,26 +215,15 @@ def test_axes_hold_all_their_points(name: str) -> None:
                 if line.get_marker() not in ("None", "x", "+"):
                     assert all(left < x < right for x in values(line.get_xdata()))
                     assert all(low < y < high for y in values(line.get_ydata()))
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_titles_legend_and_data_do_not_overlap(name: str) -> None:
-    for figure in shown(name).values():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         renderer = canvas.get_renderer()
-        legend = figure.legends[0].get_window_extent(renderer)
-        texts = [text.get_window_extent(renderer) for text in figure.texts]
+        labels = [item.get_window_extent(renderer) for item in (figure.legends[0], *figure.texts)]
         panels = [box for axes in figure.axes if (box := axes.get_tightbbox(renderer))]
         assert len(panels) == len(figure.axes)
-        for box in [legend, *texts, *panels]:
-            assert box.x0 >= 0
-            assert box.y0 >= 0
-            assert box.x1 <= figure.bbox.width
-            assert box.y1 <= figure.bbox.height
-        for nth, box in enumerate(texts):
-            assert not any(box.overlaps(other) for other in [legend, *texts[nth + 1 :], *panels])
-        assert not any(legend.overlaps(panel) for panel in panels)
+        for nth, box in enumerate([*labels, *panels]):
+            assert all(figure.bbox.contains(x, y) for x, y in box.get_points())
+            assert not any(box.overlaps(other) for other in [*labels[nth + 1 :], *panels] if nth < len(labels))
 
 
 def test_limits_are_dashed_and_lie_above_what_crosses_the_link() -> None:
@@ -271,22 +243,16 @@ def test_limits_are_dashed_and_lie_above_what_crosses_the_link() -> None:
 
 
 def test_budgets_are_drawn_over_the_weights_that_were_on_the_gpu() -> None:
-    points = []
-    for size in (1, 32):
-        for gib, share in ((10, "0%"), (30, "50%"), (50, "100%"))[: 3 if size == 32 else 2]:
-            effective = Effective(gpu_weight_bytes=gib << 30)
-            points.append(point(case(size, gpu_weights=share), 1 / gib, effective=effective, link_bandwidth=None))
-    points += [point(case(32, "deepspeed"), 1.5), point(case(1, "deepspeed"), 1.5)]
-    axes = drawn(points)["budget"].axes[0]
-    lines = measured(axes)
+    points = {(size, 0): point(case(size, "deepspeed"), 1.5) for size in (32, 1)}
+    shares = {10: "0%", 30: "50%", 50: "100%"}
+    for size, gib in ((1, 10), (1, 30), (32, 10), (32, 30), (32, 50)):
+        where: dict[str, Any] = {"effective": Effective(gpu_weight_bytes=gib << 30), "link_bandwidth": None}
+        points[size, gib] = point(case(size, gpu_weights=shares[gib]), 1 / gib, **where)
+    lines = measured(drawn([*points.values()])["budget"].axes[0])
     assert set(lines) == {"stream cpu", "deepspeed cpu"}
     assert lines["stream cpu"][0] == [gib * 2**30 / 1e9 for gib in (10, 30, 50)]
-    assert lines["stream cpu"][1] == sorted(p.output_tok_s or 0.0 for p in points if _stream_32(p))
-    assert "budget" not in drawn([p for p in points if p.case.gpu_weights != "50%"])
-
-
-def _stream_32(point: Measurement) -> bool:
-    return point.case.engine == "stream" and point.case.workload.batch_size == 32
+    assert lines["stream cpu"][1] == [points[32, gib].output_tok_s for gib in (10, 30, 50)]
+    assert "budget" not in drawn([p for p in points.values() if p.case.gpu_weights != "50%"])
 
 
 def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
@@ -300,27 +266,21 @@ def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
     assert alone[case(1, "deepspeed")]["color"] == looks[CROWD[24 + 12].case.load]["color"]
 
 
-def digests(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
 @pytest.mark.slow
 def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
     with Store.open(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[2])
-    hashes = []
+    written = []
     for nth, style in enumerate(["", "font.size: 17\nlines.linewidth: 5\nsavefig.bbox: tight\nsvg.fonttype: none\n"]):
-        config = tmp_path / f"config{nth}"
+        config, out = tmp_path / f"config{nth}", tmp_path / f"out{nth}"
         config.mkdir()
         (config / "matplotlibrc").write_text(style)
-        out = tmp_path / f"out{nth}"
-        command = [sys.executable, "-m", "zinfer", "plot", str(results / "h100"), "-o", str(out)]
-        command += ["--figure", "latency,timeline"]
-        environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        hashes.append(digests(out, out.rglob("*.*")))
-    assert hashes[0] == hashes[1]
-    assert len(hashes[0]) == 4
+        words = ["plot", str(results / "h100"), "-o", str(out), "--figure", "latency,timeline"]
+        settings = {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
+        assert zinfer_process(tmp_path, *words, env=environment(**settings)).returncode == 0
+        written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")})
+    assert written[0] == written[1]
+    assert len(written[0]) == 4
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
@@ -334,8 +294,7 @@ def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None
 
 def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
     with Store.open(tmp_path / "two.jsonl") as store:
-        store.append(point(case(1)))
-        store.append(point(case(1, input_len=64)))
+        store.append(point(case(1)), point(case(1, input_len=64)))
     done = invoke("plot", tmp_path, "-o", tmp_path / "plots", "--format", "png")
     names = {Path(line).name for line in done.stdout.splitlines()}
     assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-latency.png" for length in (64, 512)} <= names
@@ -379,12 +338,8 @@ def test_the_text_of_an_svg_is_text(name: str) -> None:
 
 
 def test_a_noisy_winner_is_not_the_fastest_alone() -> None:
-    noisy = {"ttft_ms": (100.0, 160.0, 130.0), "step_ms": ((1.0,), (1.0,), (1.0,))}
-    slower = noisy | {"ttft_ms": (110.0, 180.0, 145.0)}
-    points = [
-        point(case(8, output_len=2)).model_copy(update=noisy),
-        point(case(8, offload="none", output_len=2)).model_copy(update=slower),
-    ]
+    waits = (("cpu", (100.0, 160.0, 130.0)), ("none", (110.0, 180.0, 145.0)))
+    points = [point(case(8, offload=where, output_len=2), ttft_ms=ms, step_ms=((1.0,),) * 3) for where, ms in waits]
     ((group, members),) = groups(points).items()
     note = said(plot.draw(group, members, ["throughput"])["throughput"], "note")
     assert mentions(note, "stream cpu", "±", "As fast within the noise: stream none at batch 8")

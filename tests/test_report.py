@@ -50,28 +50,35 @@ class Report:
         assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
         self.page = output.read_text()
         self.text = plain(self.page)
+        _, *parts = re.split(r"^## \d+\. +(.+)$", self.text, flags=re.MULTILINE)
+        self.sections, self._contents = parts[::2], dict(zip(parts[::2], parts[1::2], strict=True))
 
     def rows(self, section: str, *heads: str) -> list[dict[str, str]]:
         """Return a section's first table with columns `heads`, by column."""
-        parts = re.split(r"^## \d+\. +(.+)$", self.text, flags=re.MULTILINE)
-        for table in re.findall(r"(?:^\|.*\n+)+", parts[parts.index(section) + 1], flags=re.MULTILINE):
+        for table in re.findall(r"(?:^\|.*\n+)+", self._contents[section], flags=re.MULTILINE):
             lines = [re.split(r" ?\| ?", line.strip())[1:-1] for line in table.split("\n") if line]
             if set(heads) <= set(lines[0]):
                 return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         return []
 
     @property
-    def sections(self) -> list[str]:
-        return re.findall(r"^## \d+\. +(.+)$", self.text, flags=re.MULTILINE)
+    def summary(self) -> dict[str, str]:
+        (row,) = self.rows("Summary", "model", "machine", "configuration", "tok/s", "TTFT", "evidence", "verdict")
+        return row
+
+
+def described(folder: Path) -> Path:
+    """Return the results of a sweep on a known machine."""
+    store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
+    return folder / "results"
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Provide the report on `described`, for tests that only read it."""
     folder = tmp_path_factory.mktemp("described")
-    store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
     with chdir(folder):
-        return Report(folder / "results")
+        return Report(described(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -79,34 +86,19 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where no recipe asks anything
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    store(tmp_path / "results" / "h100" / "bloom.jsonl", sweep())
-    return tmp_path / "results"
-
-
-@pytest.fixture
-def described(tmp_path: Path) -> Path:
-    store(tmp_path / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
-    return tmp_path / "results"
-
-
 class Outline(HTMLParser):
-    """Elements with their attributes, and the text of headings."""
+    """Ids of elements, and the text of headings."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.headings: list[str] = []
+        self.ids, self.open, self.headings = list[str](), list[str](), list[str]()
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
+        self.ids += [str(value) for name, value in attrs if name == "id"]
         if tag not in ("meta", "link", "br", "img"):
             self.open.append(tag)
-        if tag == "h2":
-            self.headings.append("")
+        self.headings += [""] * (tag == "h2")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, tag
@@ -122,9 +114,6 @@ def drawings(html: str) -> list[tuple[str, bytes]]:
     return [(unescape(words), b64decode(content)) for words, content in figures]
 
 
-SUMMARY = ("model", "machine", "configuration", "tok/s", "TTFT", "evidence", "verdict")
-
-
 def test_rows_beyond_the_plan_are_marked(tmp_path: Path) -> None:
     within, beyond = (
         point(case(size), 1.0, host_peak_bytes=peak, predicted={"step_ms": step, "host_bytes": 1e9, "ttft_ms": None})
@@ -138,7 +127,7 @@ def test_rows_beyond_the_plan_are_marked(tmp_path: Path) -> None:
 
 
 def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signature(report: Report) -> None:
-    (row,) = report.rows("Summary", *SUMMARY)
+    row = report.summary
     assert row["model"] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
     assert (row["machine"], row["configuration"]) == ("h100", "stream none, batch 8")
     best = max(sweep(), key=lambda measurement: measurement.output_tok_s or 0)
@@ -162,8 +151,7 @@ def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
     )):  # fmt: skip
         store(tmp_path / str(nth) / "results" / "a.jsonl", [*alone, *others])
         document = Report(tmp_path / str(nth) / "results")
-        (row,) = document.rows("Summary", *SUMMARY)
-        assert row["verdict"] == verdict
+        assert document.summary["verdict"] == verdict
         summary = document.text[: document.text.index("### Risks")]
         assert ("zinfer batch" in summary) is ("no alternative" not in verdict), verdict
         assert ("<figure>" in document.page) is ("fastest" in verdict), "a figure compares"
@@ -174,8 +162,7 @@ def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, 
     for nth in range(loads):  # of one sweep or of several
         store(tmp_path / "results" / f"{nth}.jsonl", [point(case(8, layers=None), 1.3 + 0.01 * nth)])
     document = Report(tmp_path / "results")
-    (row,) = document.rows("Summary", *SUMMARY)
-    assert words in row["evidence"]
+    assert words in document.summary["evidence"]
     assert ("Fewer than 3 loads" in document.text) is (loads < 3)
 
 
@@ -183,8 +170,7 @@ def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
     with Store.open(tmp_path / "results" / "a.jsonl") as file:
         file.append(request_point())
     document = Report(tmp_path / "results")
-    (row,) = document.rows("Summary", *SUMMARY)
-    assert (row["verdict"], row["evidence"]) == ("no alternative measured", "1 load")
+    assert (document.summary["verdict"], document.summary["evidence"]) == ("no alternative measured", "1 load")
     assert {"p50", "p90", "p99"} <= document.rows("Results", "time")[0].keys()
 
 
@@ -252,10 +238,8 @@ def test_a_price_gives_costs(tmp_path: Path, report: Report) -> None:
     assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
     assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
     assert mentions(document.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
-    (best,) = re.findall(
-        r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', document.page[document.page.index('id="cost"') :]
-    )
-    assert best == "stream cpu", "the cheapest exact one"
+    costs = document.page[document.page.index('id="cost"') :]
+    assert re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', costs) == ["stream cpu"], "the cheapest exact one"
 
 
 def test_the_evidence_has_versions_and_the_command(tmp_path: Path, report: Report) -> None:
@@ -267,8 +251,9 @@ def test_the_evidence_has_versions_and_the_command(tmp_path: Path, report: Repor
     assert mentions(report.text, "torch 2.11.0")
 
 
-def test_studies_are_reported_if_measured(results: Path, report: Report) -> None:
+def test_studies_are_reported_if_measured(tmp_path: Path, report: Report) -> None:
     assert "Studies" not in report.sections
+    results = described(tmp_path)
     folder = results / "h100"
     study.append(folder / "accuracy.jsonl", accuracy_run())
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
@@ -287,9 +272,8 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h100"
     store(folder / "a.jsonl", [point(int8, 0.5), point(whole, 0.7)])
     document = Report(tmp_path / "results")
-    (row,) = document.rows("Summary", *SUMMARY)
-    assert row["configuration"] == "stream cpu, batch 8"
-    assert "lossy ones apart" in row["verdict"]
+    assert document.summary["configuration"] == "stream cpu, batch 8"
+    assert "lossy ones apart" in document.summary["verdict"]
     assert "`zinfer study accuracy` tells how far" in document.text
     names = [row["configuration"] for row in document.rows("Results", "TTFT p50")]
     assert names == ["stream cpu", "stream cpu kv_cache_dtype=int8 (lossy)"]
@@ -300,7 +284,7 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
 def test_a_model_can_be_reported_alone(tmp_path: Path) -> None:
     store(tmp_path / "results" / "a.jsonl", [point(case(1)), point(case(1, model="opt-30b"))])
     document = Report(tmp_path / "results", "--model", "opt-30b")
-    assert [row["model"].split(",")[0] for row in document.rows("Summary", *SUMMARY)] == ["opt-30b"]
+    assert document.summary["model"].split(",")[0] == "opt-30b"
     assert "bloom" not in document.text
     done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.html")
     assert (done.exit_code, "nobody" in done.stderr) == (4, True)
@@ -353,14 +337,13 @@ def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
     assert mentions(text, "a.jsonl, line 3")
 
 
-def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Report) -> None:
+def test_the_figure_has_words_and_is_that_of_plot(tmp_path: Path, report: Report) -> None:
     ((words, shown),) = drawings(report.page)
     for measurement in sweep():
         label = f"batch {measurement.case.workload.batch_size}, {rated(measurement.output_tok_s or 0)} tok/s"
         assert (label in words) is measurement.usable
-    plots = described.parent / "plots"
-    assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "latency").exit_code == 0
-    assert shown == (plots / "h100" / "bloom-latency.svg").read_bytes()
+    assert invoke("plot", described(tmp_path), "--format", "svg", "--figure", "latency").exit_code == 0
+    assert shown == (tmp_path / "plots" / "h100" / "bloom-latency.svg").read_bytes()
 
 
 def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> None:
@@ -398,35 +381,29 @@ def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
     whole = case(8, model="./m", layers=None)
     int8: dict[str, object] = {"options": (("kv_cache_dtype", "int8"),)}
     int4: dict[str, object] = {"weights": "int4"}
-    assert [deviation.along for deviation in deviations(run, whole.model_copy(update=int8))] == ["own", "text"]
-    others: tuple[dict[str, object], ...] = (int4, int8 | int4, int8 | {"model": "n"}, int8 | {"layers": 2}, {})
-    assert [deviations(run, whole.model_copy(update=other)) for other in others] == [()] * len(others)
-    random = run.asked.model_copy(update={"load_format": "dummy"})
-    assert deviations(accuracy_run(case=random), whole.model_copy(update=int8)) == ()
-    copy = run.of(study.Deviation)[1].model_copy(
-        update={"case": run.asked.model_copy(update={"model": "packed/m-int4"})}
-    )
+
+    def found(run: study.Study, **changes: object) -> tuple[study.Deviation, ...]:
+        return tuple(deviations(run, whole.model_copy(update=changes)))
+
+    assert [deviation.along for deviation in found(run, **int8)] == ["own", "text"]
+    for other in (int4, int8 | int4, int8 | {"model": "n"}, int8 | {"layers": 2}, {}):
+        assert found(run, **other) == ()
+    assert found(accuracy_run(case=run.asked.model_copy(update={"load_format": "dummy"})), **int8) == ()
+    int4_case = run.asked.model_copy(update={"model": "packed/m-int4"})
+    copy = run.of(study.Deviation)[1].model_copy(update={"case": int4_case})
     packed = accuracy_run(rows=(copy,))
-    assert deviations(packed, whole.model_copy(update=int4)) == (copy,)
-    assert deviations(packed, whole.model_copy(update=int4 | {"engine": "accelerate"})) == ()  # a format of its own
+    assert found(packed, **int4) == (copy,)
+    assert found(packed, **int4, engine="accelerate") == ()  # a format of its own
 
 
-def test_the_page_needs_nothing_else(report: Report) -> None:
-    html = report.page
-    assert not re.search(
-        r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", re.sub('data:image/svg[^"]*', "data:,", html)
-    )
+def test_the_page_needs_nothing_else_and_refers_to_what_it_has(report: Report) -> None:
+    html, ids = re.sub('data:image/svg[^"]*', "data:,", report.page), Outline(report.page).ids
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", html)
     assert "default-src 'none'" in html
-    assert len(html) < 400_000
-
-
-def test_ids_are_unique_and_every_reference_leads_somewhere(report: Report) -> None:
-    html = report.page
-    ids = [str(attributes["id"]) for _, attributes in Outline(html).elements if "id" in attributes]
+    assert len(report.page) < 400_000
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", html)) <= set(ids)
+    assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", report.page)) <= set(ids)
 
 
-def test_equal_results_give_equal_bytes(described: Path, report: Report) -> None:
-    again = Report(described)
-    assert again.page == report.page
+def test_equal_results_give_equal_bytes(tmp_path: Path, report: Report) -> None:
+    assert Report(described(tmp_path)).page == report.page

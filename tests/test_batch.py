@@ -11,19 +11,8 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.core.request import Sampling, TokenScore
 from zinfer.generation.tokenizer_process import Refusal
-from zinfer.job.batch.openai import (
-    BatchLine,
-    Done,
-    Fault,
-    answer,
-    decode,
-    encode,
-    failure,
-    read_requests,
-    refusal,
-    requests_of,
-    split,
-)
+from zinfer.job.batch import openai
+from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
 from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
 
@@ -35,9 +24,16 @@ def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body} | fields).encode()
 
 
-def only_request(content: bytes) -> BatchLine | Fault:
+def understood(content: bytes) -> BatchLine:
     (request,) = read_requests(content)
+    assert isinstance(request, BatchLine)
     return request
+
+
+def refused(content: bytes) -> Fault:
+    (fault,) = read_requests(content)
+    assert isinstance(fault, Fault)
+    return fault
 
 
 def test_the_bytes_of_a_token_are_told_also_of_a_part_of_a_character() -> None:
@@ -55,24 +51,17 @@ def test_a_request_is_understood() -> None:
         "n": 1, "stream": False, "logprobs": None, "user": "me", "logit_bias": {}, "presence_penalty": 0.0,
         "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "skip_special_tokens": True,
     }  # fmt: skip
-    request = only_request(line(body))
-    assert isinstance(request, BatchLine)
+    request = understood(line(body))
     assert (request.custom_id, request.prompt) == ("a", "Once")
     assert request.asked[:6] == (False, ("Once",), 9, Sampling(top_p=0.5), ("\n",), "3")
-    plain = only_request(line({"prompt": ""}))
-    assert isinstance(plain, BatchLine)
+    plain = understood(line({"prompt": ""}))
     assert plain.asked[2:5] == (None, Sampling(temperature=1.0), ())
     assert plain.id == f"batch_req_{plain.asked.seed}"
-
-
-def test_a_chat_is_understood() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
-    request = only_request(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
-    assert isinstance(request, BatchLine)
-    assert (request.asked.chat, request.asked.output_len) == (True, 7)
-    talk = [{"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}]
-    assert request.prompt == {"messages": talk}
+    talk = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
+    chat = understood(line({"messages": talk, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
+    assert (chat.asked.chat, chat.asked.output_len) == (True, 7)
+    assert chat.prompt == {"messages": [{"role": "system", "content": "one two"}, talk[1]]}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +72,6 @@ def test_a_chat_is_understood() -> None:
         (b"\xff\xfe", "invalid_json_line", "not valid JSON"),
         (b"[" * 100_000, "invalid_json_line", "not valid JSON"),
         (line({"prompt": "x", "temperature": float("nan")}), "invalid_json_line", "not valid JSON"),
-        (line({"prompt": "x"}, custom_id=None), "missing_required_parameter", "custom_id"),
         (line({"prompt": "x"}, custom_id=7), "missing_required_parameter", "custom_id"),
         (line({"prompt": "x"}, method="GET"), "invalid_method", "POST"),
         (line({"prompt": "x"}, url="/v1/embeddings"), "invalid_url", "/v1/chat/completions"),
@@ -111,10 +99,9 @@ def test_a_chat_is_understood() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_line_says_why(content: bytes, code: str, message: str) -> None:
-    request = only_request(content)
-    assert isinstance(request, Fault)
-    assert request.code == code
-    assert message in request.message
+    fault = refused(content)
+    assert fault.code == code
+    assert message in fault.message
 
 
 def test_the_good_lines_around_a_bad_one_are_kept() -> None:
@@ -133,10 +120,9 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
 def test_a_line_that_is_refused_as_json_keeps_its_custom_id(value: bytes) -> None:
     """An answer without it belongs to nobody: the caller finds neither the answer nor the fault."""
     begun = b'{"custom_id": "a \\u00e9\\"}", "method": "POST", "url": "/v1/completions", "body": '
-    request = only_request(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
-    assert isinstance(request, Fault)
-    assert (request.custom_id, request.code) == ('a é"}', "invalid_json_line")
-    assert json.loads(encode(refusal(request)))["custom_id"] == 'a é"}'
+    fault = refused(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
+    assert (fault.custom_id, fault.code) == ('a é"}', "invalid_json_line")
+    assert json.loads(encode(refusal(fault)))["custom_id"] == 'a é"}'
 
 
 @pytest.mark.parametrize(
@@ -145,16 +131,14 @@ def test_a_line_that_is_refused_as_json_keeps_its_custom_id(value: bytes) -> Non
      b'{"custom_id": "a', b'{"custom_id": "a", "x": "\xff"}', b'{"custom_id": "a", "x": ' + b"[" * (17 << 20)],
 )  # fmt: skip
 def test_a_line_without_a_custom_id_is_a_fault_all_the_same(content: bytes) -> None:
-    request = only_request(content)
-    assert isinstance(request, Fault)
-    assert (request.custom_id, request.code) == (None, "invalid_json_line")
+    fault = refused(content)
+    assert (fault.custom_id, fault.code) == (None, "invalid_json_line")
 
 
 def test_a_line_that_cannot_be_parsed_has_its_custom_id_for_itself() -> None:
-    requests = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
-    assert [(type(request), request.custom_id) for request in requests] == [(Fault, "a"), (Fault, "a")]
-    assert isinstance(requests[1], Fault)
-    assert requests[1].code == "duplicate_custom_id"
+    faults = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
+    assert [fault.custom_id for fault in faults] == ["a", "a"]
+    assert [fault.code for fault in faults if isinstance(fault, Fault)] == ["invalid_json_line", "duplicate_custom_id"]
 
 
 def test_ids_depend_on_the_lines_alone() -> None:
@@ -167,9 +151,7 @@ def test_ids_depend_on_the_lines_alone() -> None:
 
 
 def test_answers_are_those_of_the_endpoint() -> None:
-    text, chat = only_request(line({"prompt": "x"})), only_request(line({"messages": TALK}, chat=True))
-    assert isinstance(text, BatchLine)
-    assert isinstance(chat, BatchLine)
+    text, chat = understood(line({"prompt": "x"})), understood(line({"messages": TALK}, chat=True))
     record = answer(text, "é", "stop", (3, 2), "llama", 1700000000)
     assert list(record) == ["id", "custom_id", "response", "error"]
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
@@ -187,16 +169,12 @@ def test_answers_are_those_of_the_endpoint() -> None:
 
 
 def test_errors_stand_where_readers_look_for_them() -> None:
-    fault = only_request(line({"prompt": "x", "n": 2}))
-    assert isinstance(fault, Fault)
+    fault, request = refused(line({"prompt": "x", "n": 2})), understood(line({"prompt": "x"}))
     record = refusal(fault)
-    error = {"message": "n=2 is not supported", "type": "invalid_request_error", "param": "n",
-             "code": "unsupported_parameter"}  # fmt: skip
+    error = {"code": "unsupported_parameter", "message": "n=2 is not supported"}
     assert record["response"]["status_code"] == 400
-    assert record["response"]["body"] == {"error": error}
-    assert record["error"] == {"code": error["code"], "message": error["message"]}
-    request = only_request(line({"prompt": "x"}))
-    assert isinstance(request, BatchLine)
+    assert record["response"]["body"] == {"error": {"type": "invalid_request_error", "param": "n"} | error}
+    assert record["error"] == error
     lost = failure(request, "oom_gpu", "no room")
     assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
     assert decode(encode(record)) == Done(fault.id, False, 0)
@@ -227,7 +205,7 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     made = {asked[6].id: [1, 2, 3]}
     no_template = Refusal("invalid_prompt", "no template")
     prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
-    rows, faults = requests_of(asked, prompts, 100, 8, 20, made)
+    rows, faults = openai.requests_of(asked, prompts, 100, 8, 20, made)
     lengths = [(len(row.prompt_ids), row.limit) for row in rows]
     assert lengths == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
@@ -235,10 +213,10 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     ]  # fmt: skip
     assert "100 positions" in faults[0].message
     assert (rows[3].output_ids, rows[3].need) == ([1, 2, 3], (6, 1))
-    assert requests_of(asked[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
+    assert openai.requests_of(asked[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
     for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
-        begun = requests_of(asked, prompts, 100, 8, 20, {asked[6].id: wrong})[0][3]
+        begun = openai.requests_of(asked, prompts, 100, 8, 20, {asked[6].id: wrong})[0][3]
         assert (begun.output_ids, begun.need) == ([], (3, 4))
-    kept, refused = split(asked, rows, [True, False, True, True], "the machine")
+    kept, left = openai.split(asked, rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 6]
-    assert "memory" in refused[0].message
+    assert "memory" in left[0].message

@@ -1,6 +1,7 @@
 """Files of a batch job: their owner, the cost of a torn line, and the tokens of interrupted rows."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,24 @@ def test_another_job_is_refused_with_the_difference_and_changes_nothing(
         Ledger.open(output, SETTINGS, 99)
 
 
-def test_answers_without_a_job_are_refused(output: Path) -> None:
-    job_path(output).unlink()
-    with pytest.raises(JobChanged, match=r"out\.jsonl\.job does not say which: it is missing"):
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("llama", "llamb", r"use --force(.|\n)* first line is damaged"),
+        (".*", '{"custom_id": "1"}\n', "does not say which"),
+        (".*", None, r"out\.jsonl\.job does not say which: it is missing"),
+    ],
+)
+def test_answers_without_a_whole_job_are_refused(output: Path, old: str, new: str | None, message: str) -> None:
+    job = job_path(output)
+    content = None if new is None else re.sub(old, new, job.read_text(), count=1, flags=re.DOTALL)
+    job.unlink() if content is None else job.write_text(content)
+    with pytest.raises(JobChanged, match=message):
         Ledger.open(output, SETTINGS, 99)
+    assert (job.read_text() if job.exists() else None) == content
     with Ledger.open(output, SETTINGS, 99, force=True) as ledger:
         assert list(ledger.done) == IDS[:2]
+    Ledger.open(output, SETTINGS, 7).close()
 
 
 @pytest.mark.parametrize("content", ["my\nnotes\n", "{}\n", '{"custom_id":"a","body":{}}\n', "{\n}", "\n"])
@@ -112,6 +125,12 @@ def test_unfinished_rows_keep_their_tokens(output: Path) -> None:
         assert ledger.made == {IDS[2]: [5, 6, 7, 8]}
     with Ledger.open(output, SETTINGS | {"prompts": "more"}, 9) as ledger:
         assert ledger.made == {IDS[2]: [5, 6, 7, 8]}
+    whole = job.read_bytes()
+    with Ledger.open(output, SETTINGS | {"model": "opt"}, 7, force=True) as ledger:
+        assert ledger.made == {}, "tokens of another model are of no use"
+    assert b"tokens" not in job.read_bytes()
+    job.write_bytes(whole)
+    with Ledger.open(output, SETTINGS | {"prompts": "more"}, 9) as ledger:
         ledger.finish()
     assert len(job.read_bytes().splitlines()) == 1
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl", "out.jsonl.job"]
@@ -139,24 +158,6 @@ def test_a_changed_byte_of_a_job_file_changes_no_token(output: Path, monkeypatch
     assert third in job.read_bytes()
 
 
-def test_a_job_file_whose_first_line_is_damaged_says_what_to_do(output: Path) -> None:
-    job = job_path(output)
-    job.write_bytes(job.read_bytes().replace(b"llama", b"llamb"))
-    with pytest.raises(JobChanged, match=r"use --force(.|\n)* first line is damaged"):
-        Ledger.open(output, SETTINGS, 7)
-    with Ledger.open(output, SETTINGS, 7, force=True) as ledger:
-        assert list(ledger.done) == IDS[:2]
-    Ledger.open(output, SETTINGS, 7).close()
-
-
-def test_tokens_of_another_model_are_of_no_use(output: Path) -> None:
-    with Ledger.open(output, SETTINGS, 7) as ledger:
-        ledger.save([(IDS[2], 0, [5, 6])])
-    with Ledger.open(output, SETTINGS | {"model": "opt"}, 7, force=True) as ledger:
-        assert ledger.made == {}
-    assert b"tokens" not in job_path(output).read_bytes()
-
-
 def test_a_job_that_answered_nothing_may_become_another(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     Ledger.open(path, SETTINGS, 7).close()
@@ -164,11 +165,3 @@ def test_a_job_that_answered_nothing_may_become_another(tmp_path: Path) -> None:
         assert ledger.created == 8
     job_path(path).write_bytes(b"")  # a power cut
     Ledger.open(path, SETTINGS, 9).close()
-
-
-def test_a_file_of_somebody_elses_is_not_taken_for_the_jobs(output: Path) -> None:
-    path = job_path(output)
-    path.write_text('{"custom_id": "1"}\n')
-    with pytest.raises(JobChanged, match="does not say which"):
-        Ledger.open(output, SETTINGS, 7)
-    assert path.read_text() == '{"custom_id": "1"}\n'

@@ -3,6 +3,7 @@
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from tests.command import zinfer
 from tests.inline import MACHINE, FakeWorker
 from zinfer.commands import options
 from zinfer.commands.sweep import _measure
-from zinfer.core.machine import Machine
 from zinfer.job import sweep
 from zinfer.job.parts import merge, parts_path
 from zinfer.job.recipe import Sweep
@@ -41,14 +41,10 @@ class Stamped(FakeWorker):
         return point.model_copy(update={"started_at": f"{next(COUNTED):09}"})
 
 
-def fake_machine(*_limits: object) -> Machine:
-    return MACHINE
-
-
 def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None = None) -> sweep.Outcome:
     """Run `zinfer sweep --resume --force`, or a shard, on `MACHINE` with `worker`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "this_machine", fake_machine)
+        patch.setattr(options, "this_machine", lambda *_limits: MACHINE)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
         how = dict.fromkeys(("yes", "resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
         return _measure(plan, output, False, how, shard)
@@ -97,9 +93,8 @@ def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total
     ours, theirs = read(output), read(alone)
     assert len(theirs.points) > 3 * LOADS * PLAN.rounds
     assert summary(ours) == summary(theirs)
-    assert [header.model_copy(update={"started_at": ""}) for header in ours.headers] == [
-        header.model_copy(update={"started_at": ""}) for header in theirs.headers
-    ]
+    headers = [[header.model_copy(update={"started_at": ""}) for header in each.headers] for each in (ours, theirs)]
+    assert headers[0] == headers[1]
     assert outcome.points == [*ours.points]
     assert sweep.exit_code(PLAN, outcome.all) == 0
     before = output.read_bytes()
@@ -172,86 +167,68 @@ def test_points_that_the_sweep_has_are_neither_measured_nor_merged_again(tmp_pat
     assert alone.read_bytes() == before
 
 
-def test_a_failure_that_was_tried_again_counts_no_more(tmp_path: Path) -> None:
-    output, plan = tmp_path / "out.jsonl", PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
+def test_what_failed_is_tried_again_and_a_shard_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    plan = PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
+    output, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
     measure(plan, output, Stamped(5, {2: "timeout"}), Shard(1, 1))
     assert sweep.exit_code(plan, merge(plan, output).all) == 3
-    measure(plan, output, Stamped(5), Shard(1, 1))
-    assert sweep.exit_code(plan, merge(plan, output).all) == 0
-    assert sorted(point.status for point in read(output).points) == ["ok"] * 2 * LOADS + ["timeout"] * LOADS
-
-
-def test_a_shard_that_was_interrupted_goes_on(tmp_path: Path) -> None:
-    output, plan = tmp_path / "out.jsonl", PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
     with pytest.raises(SystemExit) as ended:
-        measure(plan, output, Stamped(5, signal_at=(2, signal.SIGINT)), Shard(1, 1))
+        measure(plan, other, Stamped(5, signal_at=(2, signal.SIGINT)), Shard(1, 1))
     assert ended.value.code == 130
-    measure(plan, output, Stamped(5), Shard(1, 1))
-    assert sweep.exit_code(plan, merge(plan, output).all) == 0
-    assert [point.status for point in read(output).points] == ["ok", "cancelled"] + ["ok"] * (2 * LOADS - 1)
+    for path in (output, other):
+        measure(plan, path, Stamped(5), Shard(1, 1))
+        assert sweep.exit_code(plan, merge(plan, path).all) == 0
+    assert sorted(point.status for point in read(output).points) == ["ok"] * 2 * LOADS + ["timeout"] * LOADS
+    assert [point.status for point in read(other).points] == ["ok", "cancelled"] + ["ok"] * (2 * LOADS - 1)
 
 
 def swap(output: Path) -> None:
-    part_1, other = part(output, 1, 3), part(output, 2, 3)
-    first, second = part_1.read_bytes(), other.read_bytes()
-    part_1.write_bytes(second)
-    other.write_bytes(first)
+    part(output, 1, 3).rename(output)
+    part(output, 2, 3).rename(part(output, 1, 3))
+    output.rename(part(output, 2, 3))
 
 
-def cut(output: Path) -> None:
-    part(output, 2, 3).write_bytes(b"".join(part(output, 2, 3).read_bytes().splitlines(True)[:-1]))
+def change(output: Path, how: Callable[[list[bytes]], list[bytes]]) -> None:
+    """Change the lines of a part."""
+    path = part(output, 2, 3)
+    path.write_bytes(b"".join(how(path.read_bytes().splitlines(True))))
 
 
 def garble(output: Path) -> None:
-    lines = part(output, 2, 3).read_bytes().splitlines(True)
-    lines[3] = lines[3].replace(b'"ok"', b'"no"')
-    part(output, 2, 3).write_bytes(b"".join(lines))
+    change(output, lambda lines: [*lines[:3], lines[3].replace(b'"ok"', b'"no"'), *lines[4:]])
 
 
-def change(output: Path, **fields: Any) -> None:
+def give(output: Path, **fields: Any) -> None:
     """Give those records of a part that have these fields other values."""
-    path = part(output, 2, 3)
-    records = [decode(line) for line in path.read_bytes().splitlines()]
+    records = [decode(line) for line in part(output, 2, 3).read_bytes().splitlines()]
     changed = [
         record.model_copy(update=fields) if fields.keys() <= type(record).model_fields.keys() else record
         for record in records
     ]
-    path.write_bytes(b"".join(encode(record) + b"\n" for record in changed))
+    change(output, lambda _: [encode(record) + b"\n" for record in changed])
 
 
-def of_another_sweep(output: Path) -> None:
-    change(output, recipe={"model": ["other"]})
-
-
-def of_other_weights(output: Path) -> None:
-    change(output, model_revision="other", stage="")
-
-
-def without_a_start(output: Path) -> None:
-    path = part(output, 2, 3)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:-1]))
-
-
-def already_there(output: Path) -> None:
-    measure(PLAN.model_copy(update={"rounds": 1}), output, Stamped(5))
-
-
-FAULTS: dict[Callable[[Path], None], str] = {
-    swap: r"00001-of-00003\.part is that of shard 2/3",
-    cut: r"1 of 3 shards have not ended: .*--shard 2/3",
-    garble: r"1 of 3 shards have not ended: .*--shard 2/3",
-    of_another_sweep: r"00002-of-00003\.part is a part of another sweep",
-    of_other_weights: r"different weights of bloom-tiny",
-    without_a_start: r"00002-of-00003\.part does not say which sweep",
-    already_there: r"out\.jsonl has points of another sweep: --force",
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "swapped": (swap, r"00001-of-00003\.part is that of shard 2/3"),
+    "cut": (partial(change, how=lambda lines: lines[:-1]), r"1 of 3 shards have not ended: .*--shard 2/3"),
+    "garbled": (garble, r"1 of 3 shards have not ended: .*--shard 2/3"),
+    "another sweep": (partial(give, recipe={"model": ["other"]}), r"00002-of-00003\.part is a part of another sweep"),
+    "other weights": (partial(give, model_revision="other", stage=""), r"different weights of bloom-tiny"),
+    "no start": (partial(change, how=lambda lines: lines[1:-1]), r"00002-of-00003\.part does not say which sweep"),
+    "already there": (
+        lambda output: measure(PLAN.model_copy(update={"rounds": 1}), output, Stamped(5)),
+        r"out\.jsonl has points of another sweep: --force",
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", FAULTS, ids=lambda damage: damage.__name__)
-def test_parts_that_are_not_one_whole_sweep_are_refused(output: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("damage", "message"), FAULTS.values(), ids=FAULTS)
+def test_parts_that_are_not_one_whole_sweep_are_refused(
+    output: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(output)
     before = output.read_bytes() if output.exists() else None
-    with pytest.raises(ShardError, match=FAULTS[damage]) as caught:
+    with pytest.raises(ShardError, match=message) as caught:
         merge(PLAN, output)
     assert caught.value.exit_code == 6
     assert "\n" not in str(caught.value)
@@ -296,8 +273,7 @@ def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> 
 @pytest.mark.torch
 def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1", "--offload", "none", "-o", "out.jsonl"]
-    for shard in ("1/2", "2/2"):
-        done = zinfer(folder, *words, "--shard", shard)
+    for more in (("--shard", "1/2"), ("--shard", "2/2"), ("--merge",)):
+        done = zinfer(folder, *words, *more)
         assert done.returncode == 0, done.stderr
-    assert zinfer(folder, *words, "--merge").returncode == 0
     assert len(read(folder / "out.jsonl").points) == 1

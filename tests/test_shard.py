@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,71 +87,50 @@ def test_a_shard_that_has_not_ended_is_named(output: Path) -> None:
     assert len(merge(output, PROMPTS, REQUESTS).done) == COUNT
 
 
-def lose(output: Path) -> None:
-    SHARDS[2].path(output).unlink()
-
-
-def repeat(output: Path) -> None:
-    path = SHARDS[0].path(output)
-    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(True)[0])
-
-
-def mix(output: Path) -> None:
-    first, other = (shard.path(output) for shard in SHARDS[:2])
-    other.write_bytes(other.read_bytes() + first.read_bytes().splitlines(True)[0])
+def add(output: Path, number: int) -> None:
+    """Append the first answer of the first shard to another one."""
+    with SHARDS[number].path(output).open("ab") as file:
+        file.write(SHARDS[0].path(output).read_bytes().splitlines(True)[0])
 
 
 def swap(output: Path) -> None:
     path, other = (shard.path(output) for shard in SHARDS[:2])
     for first, second in ((path, other), (job_path(path), job_path(other))):
-        content = first.read_bytes()
-        first.write_bytes(second.read_bytes())
-        second.write_bytes(content)
+        first.rename(output)
+        second.rename(first)
+        output.rename(second)
 
 
-def of_another_model(output: Path) -> None:
-    SHARDS[1].path(output).unlink()
-    job_path(SHARDS[1].path(output)).unlink()
-    answer(output, SHARDS[1], model="other")
-
-
-def of_other_prompts(output: Path) -> None:
-    for shard in SHARDS:
-        job_path(shard.path(output)).unlink()
+def answer_anew(output: Path, *shards: Shard, **settings: Any) -> None:
+    for shard in shards:
         shard.path(output).unlink()
-        answer(output, shard, prompts="abc")
+        job_path(shard.path(output)).unlink()
+        answer(output, shard, **settings)
 
 
-def without_a_job(output: Path) -> None:
-    job_path(SHARDS[1].path(output)).unlink()
-
-
-def of_two_splits(output: Path) -> None:
-    answer(output, Shard(1, 2))
-
-
-def already_there(output: Path) -> None:
-    output.write_text("mine\n")
-
-
-FAULTS: dict[Callable[[Path], None], str] = {
-    lose: r"lacks 1 of 3 shards: run --shard 3/3",
-    repeat: r"00001-of-00003\.jsonl:5 answers a request for the second time",
-    mix: r"00002-of-00003\.jsonl:4 answers no request of shard 2/3",
-    swap: r"is that of shard 2/3",
-    of_another_model: r"shards 1/3 and 2/3 are of different jobs: model: m -> other",
-    of_other_prompts: r"answers another file of prompts",
-    without_a_job: r"does not say which job",
-    of_two_splits: r"has shards of 2 and of 3",
-    already_there: r"has other answers than the shards: --force",
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "lost": (lambda output: SHARDS[2].path(output).unlink(), r"lacks 1 of 3 shards: run --shard 3/3"),
+    "repeated": (partial(add, number=0), r"00001-of-00003\.jsonl:5 answers a request for the second time"),
+    "mixed": (partial(add, number=1), r"00002-of-00003\.jsonl:4 answers no request of shard 2/3"),
+    "swapped": (swap, r"is that of shard 2/3"),
+    "another model": (
+        lambda output: answer_anew(output, SHARDS[1], model="other"),
+        r"shards 1/3 and 2/3 are of different jobs: model: m -> other",
+    ),
+    "other prompts": (lambda output: answer_anew(output, *SHARDS, prompts="abc"), r"answers another file of prompts"),
+    "no job": (lambda output: job_path(SHARDS[1].path(output)).unlink(), r"does not say which job"),
+    "two splits": (lambda output: answer(output, Shard(1, 2)), r"has shards of 2 and of 3"),
+    "already there": (lambda output: output.write_text("mine\n"), r"has other answers than the shards: --force"),
 }
 
 
-@pytest.mark.parametrize("damage", FAULTS, ids=lambda damage: damage.__name__)
-def test_shards_that_are_not_one_whole_job_are_refused(output: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("damage", "message"), FAULTS.values(), ids=FAULTS)
+def test_shards_that_are_not_one_whole_job_are_refused(
+    output: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(output)
     before = output.read_bytes() if output.exists() else None
-    with pytest.raises(ShardError, match=FAULTS[damage]) as caught:
+    with pytest.raises(ShardError, match=message) as caught:
         merge(output, PROMPTS, REQUESTS)
     assert caught.value.exit_code == 6
     assert "\n" not in str(caught.value)
@@ -180,15 +160,12 @@ def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
     assert merged.returncode == 3, merged.stderr
     assert "5 answers and 1 error in out.jsonl" in merged.stderr
 
-    def texts(name: str) -> dict[str, Any]:
-        answers = [json.loads(text) for text in (folder / name).read_text().splitlines()]
-        return {
-            record["id"]: [record["custom_id"], record["error"], (record["response"]["body"]).get("choices")]
-            for record in answers
-        }
+    def answers(name: str) -> dict[str, Any]:
+        records = map(json.loads, (folder / name).read_text().splitlines())
+        return {record["id"]: record | {"response": record["response"]["body"].get("choices")} for record in records}
 
-    assert texts("out.jsonl") == texts("whole.jsonl")
-    assert [name for name, *_ in texts("out.jsonl").values()] == ["p1", "p2", None, "p3", "p4", "p5"]
+    assert answers("out.jsonl") == answers("whole.jsonl")
+    assert [record["custom_id"] for record in answers("out.jsonl").values()] == ["p1", "p2", None, "p3", "p4", "p5"]
     again = zinfer(folder, *job, "out.jsonl")
     assert again.returncode == 3
     assert "tok/s" not in again.stderr

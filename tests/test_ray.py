@@ -25,19 +25,11 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
     return {"Alive": alive, "Resources": resources}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ([node(CPU=8), node(CPU=64, GPU=8), node(CPU=64, GPU=8)], (2, {"num_cpus": 1, "num_gpus": 8})),
-        ([node(CPU=64, GPU=8), node(CPU=16, GPU=4), node(False, CPU=16, GPU=1)], (2, {"num_cpus": 1, "num_gpus": 4})),
-        ([node(CPU=8), node(), node(CPU=4)], (2, {"num_cpus": 4})),
-    ],
-)
-def test_an_actor_has_the_gpus_of_a_node(nodes: list[dict[str, Any]], expected: object) -> None:
-    assert shares(nodes) == expected
-
-
-def test_a_cluster_with_nothing_to_run_on_is_refused() -> None:
+def test_an_actor_has_the_gpus_of_a_node_and_a_cluster_with_nothing_to_run_on_is_refused() -> None:
+    large, small, gone = node(CPU=64, GPU=8), node(CPU=16, GPU=4), node(False, CPU=16, GPU=1)
+    assert shares([node(CPU=8), large, large]) == (2, {"num_cpus": 1, "num_gpus": 8})
+    assert shares([large, small, gone]) == (2, {"num_cpus": 1, "num_gpus": 4})
+    assert shares([node(CPU=8), node(), node(CPU=4)]) == (2, {"num_cpus": 4})
     with pytest.raises(NodesError, match="no node with a GPU or a CPU"):
         shares([node(), node(False, CPU=4)])
 
@@ -66,30 +58,26 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     running.shutdown()
 
 
-def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
-    return started(folder, *JOB, "-o", "out.jsonl", "--ray", cluster.address)
+def start(folder: Path, cluster: Any, count: int = 0) -> "subprocess.Popen[str]":
+    """Start the job and wait for `count` answers."""
+    process = started(folder, *JOB, "-o", "out.jsonl", "--ray", cluster.address)
+    wait(lambda: answers(folder) >= count or process.poll() is not None)
+    assert not count or process.poll() is None, process.communicate()
+    return process
 
 
 @pytest.fixture
 def whole(folder: Path) -> dict[str, str | None]:
     """Return one machine's answers to requests, one of them long."""
-    (folder / "prompts.jsonl").write_text(
-        "".join(
-            line(f"p{number}", prompt="ab" * (number % 7 + 1), max_tokens=LONG if number == 7 else 60, temperature=0)
-            for number in range(ROWS)
-        )
-    )
+    sizes = [(number, number % 7 + 1, LONG if number == 7 else 60) for number in range(ROWS)]
+    lines = [line(f"p{number}", prompt="ab" * size, max_tokens=most, temperature=0) for number, size, most in sizes]
+    (folder / "prompts.jsonl").write_text("".join(lines))
     assert zinfer_process(folder, *JOB, "-o", "whole.jsonl").returncode == 0
     return texts(folder / "whole.jsonl")
 
 
 def answers(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("out-*.jsonl"))
-
-
-def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]") -> None:
-    wait(lambda: answers(folder) >= count or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
 
 
 def tasks() -> list[int]:
@@ -105,40 +93,29 @@ def tasks() -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_shard_of_a_killed_task_is_done_again_and_no_row_twice(
-    folder: Path, cluster: Any, whole: dict[str, str | None]
+@pytest.mark.parametrize("lost", ["task", "node"])
+def test_a_shard_whose_task_or_node_is_lost_is_done_again_and_no_row_twice(
+    folder: Path, cluster: Any, whole: dict[str, str | None], lost: str
 ) -> None:
-    process = start(folder, cluster)
-    wait_for_answers(folder, 6, process)
-    earlier = tasks()
-    assert len(earlier) == 2
-    os.kill(earlier[0], signal.SIGKILL)
+    process = start(folder, cluster, 6)
+    if lost == "task":
+        earlier, _ = tasks()
+        os.kill(earlier, signal.SIGKILL)
+    else:
+        cluster.remove_node(cluster.nodes[0], allow_graceful=False)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     assert "2 nodes of Ray: 2 shards to answer" in stderr
-    assert "Traceback" not in stderr
-    assert texts(folder / "out.jsonl") == whole
-
-
-@pytest.mark.slow
-def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole: dict[str, str | None]) -> None:
-    process = start(folder, cluster)
-    wait_for_answers(folder, 6, process)
-    cluster.remove_node(cluster.nodes[0], allow_graceful=False)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr or lost == "node"
     assert texts(folder / "out.jsonl") == whole
 
 
 @pytest.mark.slow
 def test_a_killed_command_goes_on(folder: Path, cluster: Any, whole: dict[str, str | None]) -> None:
-    process = start(folder, cluster)
-    wait_for_answers(folder, 6, process)
+    process = start(folder, cluster, 6)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=PATIENCE_S)
-    before = answers(folder)
-    second = start(folder, cluster)
-    wait_for_answers(folder, before + 3, second)
+    second = start(folder, cluster, answers(folder) + 3)
     assert "the same command goes on" in interrupted(second, signal.SIGTERM)
     assert not (folder / "out.jsonl").exists()
     other = zinfer_process(folder, *JOB, "--output-len", "7", "-o", "out.jsonl", "--ray", cluster.address)
@@ -170,9 +147,8 @@ def test_a_cluster_or_a_model_that_cannot_be_had_is_one_line(
     tensors = load_file(file)
     next(tensors[name] for name in sorted(tensors) if "layers" in name)[0] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    damaged = zinfer_process(
-        folder, "batch", "prompts.jsonl", "-m", "model", "-o", "none.jsonl", "--ray", cluster.address
-    )
+    words = ["batch", "prompts.jsonl", "-m", "model", "-o", "none.jsonl", "--ray", cluster.address]
+    damaged = zinfer_process(folder, *words)
     assert damaged.returncode == 5
     assert "holds NaN or infinity" in damaged.stderr
     for done in (absent, refused, damaged):

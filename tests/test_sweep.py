@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,14 @@ def drive(
 ) -> list[Try]:
     """Return the batches tried at `rate` tokens a second. `edge` is the largest that runs, `timed_edge` when timed."""
     tried: list[Try] = []
-    answer: Answer | None = None
-    while True:
-        try:
-            attempt = next(batches) if answer is None else batches.send(answer)
-        except StopIteration:
-            return tried
-        tried.append(attempt)
-        fine = attempt.batch_size <= (timed_edge if timed_edge is not None and attempt.timed else edge)
-        answer = Answer("ok" if fine else failure, rate(attempt.batch_size) if fine and attempt.timed else None)
+    with suppress(StopIteration):
+        attempt = next(batches)
+        while True:
+            tried.append(attempt)
+            fine = attempt.batch_size <= (timed_edge if timed_edge is not None and attempt.timed else edge)
+            rated = rate(attempt.batch_size) if fine and attempt.timed else None
+            attempt = batches.send(Answer("ok" if fine else failure, rated))
+    return tried
 
 
 @given(st.integers(0, 3000), st.integers(1, 4000), st.lists(st.integers(1, 64)), st.integers(0, 5000))
@@ -91,10 +91,8 @@ def test_minutes_bound_a_sweep_at_a_point_and_resume_goes_on(tmp_path: Path, mon
     monkeypatch.setattr("zinfer.job.sweep.monotonic", lambda: float(next(clock)))
     sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2, 4, 8, 16, 32), minutes=0.4)
     cut = run_outcome(tmp_path / "r.jsonl", sweep, FakeWorker(edge=99))
+    assert tuple(cut.points) == read(tmp_path / "r.jsonl").points
     measured = [(point.case.offload, point.case.workload.batch_size) for point in cut.points]
-    assert [*measured] == [
-        (point.case.offload, point.case.workload.batch_size) for point in read(tmp_path / "r.jsonl").points
-    ]
     for offload in ("none", "cpu"):
         sizes = [size for side, size in measured if side == offload]
         assert 1 <= len(sizes) < 6
@@ -143,18 +141,13 @@ def test_listed_stops_at_out_of_memory_and_only_there() -> None:
     assert drive(listed([1, 2, 4]), 1, "nan_output") == [Try(1), Try(2), Try(4)]
 
 
-@pytest.mark.parametrize(
-    ("text", "batches"),
-    [
-        ("1,2,4", (1, 2, 4)),
-        ("1-64*2", (1, 2, 4, 8, 16, 32, 64)),
-        ("8-32+8", (8, 16, 24, 32)),
-        ("3,1-5*3", (1, 3)),
-        ("1,8,auto", "1,8,auto"),
-    ],
-)
-def test_batch_ranges(text: str, batches: tuple[int, ...] | str) -> None:
-    assert parse_batches(text) == batches
+def test_batch_ranges_and_option_values_are_read_as_a_person_means_them() -> None:
+    assert parse_batches("1,2,4") == (1, 2, 4)
+    assert parse_batches("1-64*2") == (1, 2, 4, 8, 16, 32, 64)
+    assert parse_batches("8-32+8") == (8, 16, 24, 32)
+    assert parse_batches("3,1-5*3") == (1, 3)
+    assert parse_batches("1,8,auto") == "1,8,auto"
+    assert [parse_option(text) for text in ("true", "3", "0.5", "fast", "1e400")] == [True, 3, 0.5, "fast", "1e400"]
 
 
 BAD_RANGES = (
@@ -168,10 +161,6 @@ def test_bad_batch_ranges_are_refused(text: str) -> None:
         parse_batches(text)
 
 
-def test_option_values_are_read_as_a_person_means_them() -> None:
-    assert [parse_option(text) for text in ("true", "3", "0.5", "fast", "1e400")] == [True, 3, 0.5, "fast", "1e400"]
-
-
 def test_unknown_recipe_keys_list_the_known_ones() -> None:
     with pytest.raises(RecipeError, match=r"r\.toml: unknown key 'batchsize'; the keys are .*batch_size"):
         make_sweep({"model": "bloom-tiny", "batchsize": 3}, "r.toml")
@@ -182,42 +171,41 @@ def test_unknown_recipe_keys_list_the_known_ones() -> None:
 
 
 def test_axes_multiply_in_load_order() -> None:
-    sweep = Sweep(
-        model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"kv_attention": ("cpu", "gpu")}
-    )
-    loads = [(load.model, load.offload, dict(load.options)["kv_attention"]) for load in sweep.loads()]
-    assert loads == [(m, o, r) for m in "ab" for o in ("none", "cpu") for r in ("cpu", "gpu")]
+    axes: dict[str, Any] = {
+        "model": ("a", "b"),
+        "offload": ("none", "cpu"),
+        "options": {"kv_attention": ("cpu", "gpu")},
+    }
+    loads = [(load.model, load.offload, dict(load.options)["kv_attention"]) for load in Sweep(**axes).loads()]
+    assert loads == [*product("ab", ("none", "cpu"), ("cpu", "gpu"))]
 
 
 def test_out_of_memory_is_recorded_once_and_ends_the_load(tmp_path: Path) -> None:
     worker = FakeWorker(edge=5)
     points = run_inline(tmp_path / "r.jsonl", Sweep(model=("fake",), batch_size=(1, 4, 8, 16)), worker)
-    assert [(p.case.offload, p.case.workload.batch_size, p.status) for p in points] == [
-        (offload, batch, status)
-        for offload in ("none", "cpu")
-        for batch, status in ((1, "ok"), (4, "ok"), (8, "oom_gpu"))
-    ]
+    ends = [(offload, *end) for offload in ("none", "cpu") for end in ((1, "ok"), (4, "ok"), (8, "oom_gpu"))]
+    assert [(p.case.offload, p.case.workload.batch_size, p.status) for p in points] == ends
     assert worker.loads == 2
 
 
-def test_auto_reports_the_edge(tmp_path: Path) -> None:
-    sweep = Sweep(model=("fake",), offload=("cpu",))
-    points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=37))
-    good = [p.case.workload.batch_size for p in points if p.status == "ok"]
-    bad = [p.case.workload.batch_size for p in points if p.status == "oom_gpu"]
-    assert (max(good), min(bad)) == (37, 38)
-    assert [p.case.workload.batch_size for p in points if p.usable] == [1, 2, 4, 8, 16, 32, 37]
-    assert exit_code(sweep, points) == 0
-
-
-def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("worker", "edge", "status"),
+    [
+        (FakeWorker(edge=37), 37, "oom_gpu"),
+        (FakeWorker(edge=999, fails=dict.fromkeys(range(6, 200), "unsupported")), 5, "unsupported"),
+    ],
+)
+def test_auto_reports_the_edge_of_memory_or_of_the_engine(
+    tmp_path: Path, worker: FakeWorker, edge: int, status: Status
+) -> None:
     """A TensorRT plan answers `unsupported` beyond its own largest batch."""
     auto = Sweep(model=("fake",), offload=("cpu",))
-    refused: dict[int, Status] = dict.fromkeys(range(6, 200), "unsupported")
-    points = run_inline(tmp_path / "r.jsonl", auto, FakeWorker(edge=999, fails=refused))
-    assert max(p.case.workload.batch_size for p in points if p.usable) == 5
+    points = run_inline(tmp_path / "r.jsonl", auto, worker)
+    good, bad = ([p.case.workload.batch_size for p in points if p.status == end] for end in ("ok", status))
+    assert (max(good), min(bad)) == (edge, edge + 1)
+    assert [p.case.workload.batch_size for p in points if p.usable] == [2**n for n in range(6) if 2**n <= edge] + [edge]
     assert exit_code(auto, points) == 0
-    assert exit_code(Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 8)), points) == 3
+    assert exit_code(auto.model_copy(update={"batch_size": (1, 8)}), points) == 3
 
 
 def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
@@ -257,11 +245,8 @@ def test_workers_that_end_for_want_of_memory_leave_the_smaller_batches_to_others
 def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> None:
     sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2))
     points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=9, refuse_offload="none"))
-    assert [(p.case.offload, p.status, p.stage) for p in points] == [
-        ("none", "unsupported", "load"),
-        ("cpu", "ok", None),
-        ("cpu", "ok", None),
-    ]
+    ends = [("none", "unsupported", "load"), ("cpu", "ok", None), ("cpu", "ok", None)]
+    assert [(p.case.offload, p.status, p.stage) for p in points] == ends
     assert exit_code(sweep, points) == 3
     assert exit_code(sweep, points[:1]) == 4
     auto = sweep.model_copy(update={"batch_size": "1,8,auto"})

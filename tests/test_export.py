@@ -16,11 +16,9 @@ from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import Store
 
 ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"
+CODED = case(8, options=(("weight_codec", "lossless"),))
 POINTS = [
-    (
-        "a.jsonl",
-        point(case(8, options=(("weight_codec", "lossless"),)), predicted={"step_ms": 1200.5, "ttft_ms": None}),
-    ),
+    ("a.jsonl", point(CODED, predicted={"step_ms": 1200.5, "ttft_ms": None})),
     ("a.jsonl", point(case(64), status="oom_gpu", stage="prefill", error=ERROR, versions={"zinfer": "0.1.0"})),
 ]
 
@@ -50,10 +48,9 @@ def test_every_field_has_a_column() -> None:
 
 def test_the_rate_of_a_load_is_empty_where_its_bytes_are_not_recorded() -> None:
     sizes = {"a": 50_000_000_000, "b": None}
-    points = [(name, point(case(1), load_s=20.0, load_bytes=size)) for name, size in sizes.items()]
-    rows = table(points)
-    assert [row["load_bandwidth_bytes_s"] for row in rows] == [2.5e9, None]
-    assert [row["load_bytes"] for row in rows] == [50_000_000_000, None]
+    rows = table([(name, point(case(1), load_s=20.0, load_bytes=size)) for name, size in sizes.items()])
+    loads = [(row["load_bytes"], row["load_bandwidth_bytes_s"]) for row in rows]
+    assert loads == [(50_000_000_000, 2.5e9), (None, None)]
 
 
 def test_values_are_those_of_the_record() -> None:
@@ -61,14 +58,11 @@ def test_values_are_those_of_the_record() -> None:
     row, _ = json.loads(to_json(table(POINTS)))
     assert ours.output_tok_s is not None
     assert ours.effective is not None
-    assert row["output_tok_s"] == ours.output_tok_s
-    assert row["decode_tok_s"] == ours.decode_tok_s
-    assert row["prefill_tok_s"] == ours.prefill_tok_s
-    assert row["ttft_ms"] == pytest.approx(sum(ours.ttft_ms) / 3)
-    assert row["tpot_ms"] == ours.tpot_ms
-    assert row["e2e_ms"] == pytest.approx(8 * 32 / ours.output_tok_s * 1e3, rel=1e-3)
+    for name in ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "link_share"):
+        assert row[name] == getattr(ours, name)
     assert row["h2d_bandwidth_bytes_s"] == ours.h2d_bandwidth
-    assert row["link_share"] == ours.link_share
+    assert row["ttft_ms"] == pytest.approx(sum(ours.ttft_ms) / 3)
+    assert row["e2e_ms"] == pytest.approx(8 * 32 / ours.output_tok_s * 1e3, rel=1e-3)
     assert 0 < row["output_tok_s_half_width"] < row["output_tok_s"]
     assert 0 < row["tpot_ms_half_width"] < row["tpot_ms"]
     assert row["options"] == '{"weight_codec": "lossless"}'
@@ -103,6 +97,8 @@ def test_numbers_in_csv_are_exact() -> None:
     assert float(row["output_tok_s"]) == POINTS[0][1].output_tok_s
     assert row["gpu_peak_bytes"] == str(20 << 30)
     assert to_csv(table(POINTS)).count(b"\r") == 0
+    below = point(case(1)).model_copy(update={"load_s": -1.5})
+    assert read_csv(to_csv(table([("a", below)])))[0]["load_s"] == "-1.5", "no start of a formula"
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "  =HYPERLINK(1)", "＝1", "\n=1"])
@@ -115,56 +111,37 @@ def test_no_cell_of_csv_starts_a_formula(text: str) -> None:
     assert json.loads(to_json(table([(text, nasty)])))[0]["error"] == text, "JSON runs nowhere and stays as it is"
 
 
-def test_numbers_are_not_touched_by_it() -> None:
-    below = point(case(1)).model_copy(update={"load_s": -1.5})
-    assert read_csv(to_csv(table([("a", below)])))[0]["load_s"] == "-1.5"
-
-
-def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
-    done = export(results)
-    assert done.exit_code == 0, done.output
-    rows = read_csv(done.stdout_bytes)
-    assert len(rows) == len(sweep())
-    assert {row["status"] for row in rows} == {"ok", "oom_gpu", "timeout"}
-    assert {row["file"] for row in rows} == {str(results / "h100" / "bloom.jsonl")}
+def test_the_command_writes_all_points_of_a_folder_once(results: Path) -> None:
+    file = results / "h100" / "bloom.jsonl"
+    for words in ([results], [file, file], [results, file]):
+        done = export(*words)
+        assert done.exit_code == 0, done.output
+        rows = read_csv(done.stdout_bytes)
+        assert len(rows) == len(sweep())
+        assert {row["status"] for row in rows} == {"ok", "oom_gpu", "timeout"}
+        assert {row["file"] for row in rows} == {str(file)}
 
 
 def test_the_ending_of_the_output_names_the_format(results: Path, tmp_path: Path) -> None:
-    for ending, start in (
-        ("csv", b"file,machine,"),
-        ("json", b"[\n {"),
-        ("txt", b"file,machine,"),
-    ):
+    for ending, start in (("csv", b"file,machine,"), ("json", b"[\n {"), ("txt", b"file,machine,")):
         output = tmp_path / "new" / f"all.{ending}"
         done = export(results, "-o", output)
         assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
         assert output.read_bytes().startswith(start)
     done = export(results, "-o", tmp_path / "all.csv", "--format", "json")
     assert len(json.loads((tmp_path / "all.csv").read_bytes())) == len(sweep())
-    refused = export(results, "-o", tmp_path / "x.xlsx")
-    assert (refused.exit_code, ".csv" in refused.stderr, (tmp_path / "x.xlsx").exists()) == (2, True, False)
-
-
-def test_files_named_twice_count_once(results: Path) -> None:
-    file = results / "h100" / "bloom.jsonl"
-    done = export(file, file, "--format", "json")
-    assert len(json.loads(done.stdout)) == len(sweep())
-
-
-def test_results_are_never_overwritten(results: Path) -> None:
     file = results / "h100" / "bloom.jsonl"
     before = file.read_bytes()
-    done = export(results, "-o", file)
-    assert done.exit_code == 2
-    assert "is one of the result files" in done.stderr
+    for output, message in ((tmp_path / "x.xlsx", ".csv"), (file, "is one of the result files")):
+        refused = export(results, "-o", output)
+        assert (refused.exit_code, message in refused.stderr) == (2, True)
+    assert not (tmp_path / "x.xlsx").exists()
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "message"), [("nowhere.jsonl", 2, "does not exist"), ("empty", 4, "measure first")]
-)
-def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, code: int, message: str) -> None:
+def test_nothing_to_export_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = export(tmp_path / name)
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert message in done.stderr
+    for name, code, message in (("nowhere.jsonl", 2, "does not exist"), ("empty", 4, "measure first")):
+        done = export(tmp_path / name)
+        assert (done.exit_code, done.stdout) == (code, "")
+        assert message in done.stderr

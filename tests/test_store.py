@@ -26,8 +26,7 @@ POINTS = [point(case(size, output_len=3), repeats=2) for size in (1, 2, 4)]
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "h100" / "bloom.jsonl"
     with Store.open(path) as store:
-        store.append(HEADER)
-        store.append(*POINTS)
+        store.append(HEADER, *POINTS)
     return path
 
 
@@ -42,25 +41,26 @@ def reason(line: bytes) -> str:
     return str(caught.value)
 
 
-def resealed(**changes: object) -> bytes:
+def resealed(*without: str, **changes: object) -> bytes:
     """Return a point's line with changed fields and a right checksum. A zinfer of another version would write it so."""
     fields = json.loads(encode(POINTS[0])) | changes
-    fields.pop("checksum")
-    return jsonl.seal("point", fields)
+    return jsonl.seal("point", {key: value for key, value in fields.items() if key not in ("checksum", *without)})
 
 
-def test_a_file_holds_what_was_appended(file: Path) -> None:
+def read_back(line: bytes) -> Measurement:
+    point = decode(line)
+    assert isinstance(point, Measurement)
+    return point
+
+
+def test_a_file_holds_what_was_appended_as_json_with_a_version_and_a_checksum(file: Path) -> None:
     records = read(file)
-    assert records.points == tuple(POINTS)
-    assert records.headers == (HEADER,)
-    assert records.damaged == ()
+    assert (records.points, records.headers, records.damaged) == (tuple(POINTS), (HEADER,), ())
     with Store.open(file) as store:
-        assert (read(store.path).points, read(store.path).headers, store.damaged) == (tuple(POINTS), (HEADER,), ())
-
-
-def test_every_line_is_json_with_a_version_and_a_checksum(file: Path) -> None:
+        store.append(POINTS[0])  # of repeated cases all are kept
+        assert (read(file).points, read(file).headers, store.damaged) == ((*POINTS, POINTS[0]), (HEADER,), ())
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["sweep", "point", "point", "point"]
+    assert [line["kind"] for line in lines] == ["sweep", *["point"] * 4]
     assert all(line["schema_version"] == 2 and len(line["checksum"]) == 16 for line in lines)
 
 
@@ -84,9 +84,8 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         records = read(file)
         assert records.points == (*kept, points[2])
         assert records.damaged == ()
-        assert (
-            not damaged.exists() if end == start or len(kept) == 2 else damaged.read_bytes() == whole[start:end] + b"\n"
-        )
+        cut = b"" if end == start or len(kept) == 2 else whole[start:end] + b"\n"
+        assert (damaged.read_bytes() if damaged.exists() else b"") == cut
 
 
 def test_every_flipped_bit_is_detected() -> None:
@@ -207,9 +206,7 @@ def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_writer_is_refused(file: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from zinfer.record.store import Store; Store.open(Path(sys.argv[1]))"
-    )
+    script = "import sys, pathlib; from zinfer.record.store import Store; Store.open(pathlib.Path(sys.argv[1]))"
     with Store.open(file) as store:
         read(store.path)  # closing a reader's descriptor must not release the lock
         with pytest.raises(StoreError, match="another zinfer is writing"):
@@ -254,45 +251,27 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     assert records.warning is None
 
 
-def test_repeated_cases_are_all_kept(file: Path) -> None:
-    with Store.open(file) as store:
-        store.append(POINTS[0])
-    assert read(file).points == (*POINTS, POINTS[0])
-
-
-def test_a_timeline_is_stored_as_short_rows() -> None:
+def test_a_timeline_is_stored_as_short_rows_and_those_of_earlier_records_are_read() -> None:
     spans = traced(layers=70, decode_ms=6.2)
     plain, with_timeline = encode(POINTS[0]), encode(POINTS[0].model_copy(update={"timeline": spans}))
     assert json.loads(with_timeline)["timeline"][2] == ["copy", 2, 6.854, 97.899]
     assert len(spans) == 3 * 70 + 2
     assert len(with_timeline) - len(plain) < 36 * len(spans)
-    read_back = decode(with_timeline)
-    assert isinstance(read_back, Measurement)
-    assert [span.row() for span in read_back.timeline] == [span.row() for span in spans]
-
-
-def test_spans_of_earlier_records_are_read() -> None:
-    read_back = decode(resealed(timeline=[["decode", 3, 1.0, 2.5]]))
-    assert isinstance(read_back, Measurement)
-    assert read_back.timeline == (Span(lane="unpack", layer=3, start_ms=1.0, end_ms=2.5),)
-    assert json.loads(encode(read_back))["timeline"] == [["unpack", 3, 1.0, 2.5]]
-
-
-def test_records_without_a_timeline_are_read() -> None:
-    fields = json.loads(encode(POINTS[0]))
-    del fields["timeline"], fields["checksum"]
-    assert decode(jsonl.seal("point", fields)) == POINTS[0]
+    assert [span.row() for span in read_back(with_timeline).timeline] == [span.row() for span in spans]
+    earlier = read_back(resealed(timeline=[["decode", 3, 1.0, 2.5]]))
+    assert earlier.timeline == (Span(lane="unpack", layer=3, start_ms=1.0, end_ms=2.5),)
+    assert json.loads(encode(earlier))["timeline"] == [["unpack", 3, 1.0, 2.5]]
+    assert decode(resealed("timeline")) == POINTS[0]
 
 
 def test_not_a_number_is_written_as_null() -> None:
     nan, infinity = float("nan"), float("inf")
     gpu = {"throttle_reasons": [infinity, 1.0], "path": Path("x")}
-    measured = POINTS[0].model_copy(update={"predicted": {"step_s": nan}, "gpu": gpu, "load_s": nan})
-    read_back = decode(encode(measured))
-    assert isinstance(read_back, Measurement)
-    assert read_back.predicted == {"step_s": None}
-    assert read_back.gpu == {"throttle_reasons": [None, 1.0], "path": "x"}
-    assert read_back.load_s is None
+    numbers = {"predicted": {"step_s": nan}, "gpu": gpu, "load_s": nan}
+    measured = read_back(encode(POINTS[0].model_copy(update=numbers)))
+    assert measured.predicted == {"step_s": None}
+    assert measured.gpu == {"throttle_reasons": [None, 1.0], "path": "x"}
+    assert measured.load_s is None
     with pytest.raises(ValidationError, match="ttft_ms"):
         Measurement.model_validate(POINTS[0].model_dump() | {"ttft_ms": (nan, 1.0)})
 
@@ -305,16 +284,16 @@ anything = st.recursive(st.none() | st.booleans() | believed | text, lambda inne
 ), max_leaves=5)  # fmt: skip
 counts = st.integers(1, 10**6)
 options = st.dictionaries(text, st.booleans() | believed | text, max_size=3)
-cases = st.builds(
-    Case,
-    model=text,
-    engine=text,
-    offload=st.sampled_from(["none", "cpu", "nvme"]),
-    workload=st.builds(Workload, batch_size=counts, input_len=counts, output_len=counts),
-    layers=st.none() | counts,
-    options=options.map(lambda chosen: tuple(sorted(chosen.items()))),
-)
+chosen = options.map(lambda settings: tuple(sorted(settings.items())))
+workloads = st.builds(Workload, batch_size=counts, input_len=counts, output_len=counts)
+offloads, layers = st.sampled_from(["none", "cpu", "nvme"]), st.none() | counts
+cases = st.builds(Case, model=text, engine=text, offload=offloads, workload=workloads, layers=layers, options=chosen)
 LANES: tuple[Literal["copy", "unpack", "compute"], ...] = ("copy", "unpack", "compute")
+sizes, steps = st.integers(0, 2**48), st.lists(times, max_size=4).map(tuple)
+rows = st.tuples(st.sampled_from(LANES), st.none() | counts, st.floats(-1e6, 1e6), st.floats(0.001, 1e6))
+timelines = st.lists(
+    rows.map(lambda row: Span(row[0], row[1], round(min(row[2:]), 3), round(max(row[2:]), 3))), max_size=3
+)
 measurements = st.builds(
     Measurement,
     case=cases,
@@ -322,19 +301,13 @@ measurements = st.builds(
     machine=text,
     error=st.none() | text,
     ttft_ms=st.tuples(times, times),
-    step_ms=st.tuples(st.lists(times, max_size=4).map(tuple), st.lists(times, max_size=4).map(tuple)),
-    gpu_peak_bytes=st.none() | st.integers(0, 2**48),
-    effective=st.none()
-    | st.builds(Effective, gpu_weight_bytes=st.integers(0, 2**48), settings=st.dictionaries(text, anything)),
+    step_ms=st.tuples(steps, steps),
+    gpu_peak_bytes=st.none() | sizes,
+    effective=st.none() | st.builds(Effective, gpu_weight_bytes=sizes, settings=st.dictionaries(text, anything)),
     gpu=st.dictionaries(text, st.none() | text | st.floats(0, 1e18), max_size=3),
     versions=st.dictionaries(text, text, max_size=3),
     predicted=st.dictionaries(text, st.floats(0, 1e18) | st.none(), max_size=3),
-    timeline=st.lists(
-        st.tuples(st.sampled_from(LANES), st.none() | counts, st.floats(-1e6, 1e6), st.floats(0.001, 1e6)).map(
-            lambda row: Span(row[0], row[1], round(min(row[2:]), 3), round(max(row[2:]), 3))
-        ),
-        max_size=3,
-    ).map(tuple),
+    timeline=timelines.map(tuple),
 )
 
 

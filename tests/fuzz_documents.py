@@ -9,8 +9,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -98,36 +97,20 @@ class Outcome(NamedTuple):
         return f"{self.seconds:.1f} s" if self.seconds > limit else None
 
 
-class _Pipe(io.TextIOWrapper):
-    """Stream of a child process, as a pipe has it."""
-
-    def __init__(self, encoding: str = "utf-8") -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
-
-    def text(self) -> str:
-        self.flush()
-        content = self.buffer.getvalue()  # type: ignore[attr-defined]
-        return str(content.decode(self.encoding, "replace"))
-
-
 def run(words: list[str], stdin: bytes = b"", encoding: str = "utf-8") -> tuple[int, str, str, float]:
     """Run the `zinfer` console script in this process; return exit code, stdout, stderr and seconds of CPU time."""
-    out, err = _Pipe(encoding), _Pipe(encoding)
+    printed, errors, code = io.BytesIO(), io.BytesIO(), 0
+    out, err = (io.TextIOWrapper(pipe, encoding=encoding, write_through=True) for pipe in (printed, errors))
     source = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
-    code = 0
-    with (
-        mock.patch.object(sys, "argv", ["zinfer", *words]),
-        mock.patch.object(sys, "stdout", out),
-        mock.patch.object(sys, "stderr", err),
-        mock.patch.object(sys, "stdin", source),
-    ):
+    with mock.patch.multiple(sys, argv=["zinfer", *words], stdin=source, stdout=out, stderr=err):
         began = time.process_time()
         try:
             main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         seconds = time.process_time() - began
-    return code, out.text(), err.text(), seconds
+    stdout, stderr = (pipe.getvalue().decode(encoding, "replace") for pipe in (printed, errors))
+    return code, stdout, stderr, seconds
 
 
 def prepare(folder: Path) -> None:
@@ -208,20 +191,16 @@ def _shown(dice: Random, results: str) -> list[str]:
 
 
 def _studies(dice: Random) -> list[str]:
-    runs = {
-        "codec": codec_run("a", "b"),
-        "accuracy": accuracy_run(),
-        "reuse": reuse_run(kept_point(1024, 90.0, 50.0), kept_point(4096, 300.0, 60.0)),
-    }
+    reuse = reuse_run(kept_point(1024, 90.0, 50.0), kept_point(4096, 300.0, 60.0))
     folder = Path("studies")
     folder.mkdir(exist_ok=True)
     (folder / "s.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in sweep()[:3]))
-    for kind, run in runs.items():
+    for run in (codec_run("a", "b"), accuracy_run(), reuse):
         line = seal(study.KIND, finite(run.model_dump()))
         content = (_sealed_again(dice, line) if dice.random() < 0.5 else line) + b"\n"
         if dice.random() < 0.3:
             content = json.dumps(damaged(dice, json.loads(run.model_dump_json()), 2)).encode()
-        (folder / f"{kind}.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.2 else content)
+        (folder / f"{run.study}.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.2 else content)
     return _shown(dice, "studies")
 
 
@@ -281,17 +260,3 @@ def requests(seed: int) -> bytes:
         line = json.dumps(tree, ensure_ascii=dice.random() < 0.5).encode("utf-8", "surrogatepass")
         lines.append(torn(dice, line) if dice.random() < 0.3 else line)
     return b"\n".join(lines)
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Make `folder` the current one while the block lasts."""
-    import os
-
-    before = Path.cwd()
-    prepare(folder)
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)

@@ -140,64 +140,55 @@ def test_a_recipe_that_is_no_recipe_is_refused_at_once(content: bytes, message: 
     assert str(refused.value).startswith("sweeps/r.toml ")
 
 
-def test_an_axis_has_each_value_once() -> None:
+def test_an_axis_has_each_value_once_and_sizes_and_times_have_an_end() -> None:
     assert make_sweep({"model": ["m", "m"], "input_len": [1, 1, 2]}, "r").input_len == (1, 2)
-
-
-def test_sizes_and_times_have_an_end() -> None:
     for text in ("1e400GB", "9" * 5000, "1e18GB"):
         with pytest.raises(ValueError, match="too large"):
             parse_bytes(text)
-    assert figures(float("inf")) == "inf"
-    assert figures(float("nan")) == "nan"
-    assert duration(float("inf")) == "inf s"
+    ends = (figures(float("inf")), figures(float("nan")), duration(float("inf")))
+    assert ends == ("inf", "nan", "inf s")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"h2d_bandwidth": 0}, "h2d_bandwidth"),
-        ({"h2d_bandwidth": -1.0}, "h2d_bandwidth"),
-        ({"h2d_bandwidth": 1e300}, "h2d_bandwidth"),
-        ({"h2d_bandwidth": True}, ""),
-        ({"host_bytes": 0}, "host_bytes"),
-        ({"host_bytes": 10**30}, ""),
-        ({"gpu_count": 1, "gpu_bytes": 0}, "both, or neither"),
-        ({"gpu_count": -1}, "gpu_count"),
-        ({"gpu_count": 0, "gpu_bytes": 1}, "both, or neither"),
-        ({"name": ""}, "name"),
-        ({"name": "a" * 1000}, "name"),
-        ({"matmul_flops": 1e-300}, "matmul_flops"),
-        ({"details": {"host": 3}}, "details.host"),
-        ({"details": {"host": {"cores": "many"}}}, "details.host.cores"),
-        ({"details": []}, "details"),
-    ],
-)
-def test_a_machine_out_of_bounds_is_refused(fields: dict[str, Any], message: str) -> None:
+WRONG_MACHINES: dict[str, tuple[dict[str, Any], ...]] = {
+    "h2d_bandwidth": ({"h2d_bandwidth": 0}, {"h2d_bandwidth": -1.0}, {"h2d_bandwidth": 1e300}),
+    "host_bytes": ({"host_bytes": 0},),
+    "": ({"host_bytes": 10**30},),
+    "both, or neither": ({"gpu_count": 1, "gpu_bytes": 0}, {"gpu_count": 0, "gpu_bytes": 1}),
+    "gpu_count": ({"gpu_count": -1},),
+    "name": ({"name": ""}, {"name": "a" * 1000}),
+    "matmul_flops": ({"matmul_flops": 1e-300},),
+    "details": ({"details": []},),
+    "details.host": ({"details": {"host": 3}},),
+    "details.host.cores": ({"details": {"host": {"cores": "many"}}},),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_MACHINES)
+def test_a_machine_out_of_bounds_is_refused(message: str) -> None:
     path = Path("machine.json")
-    good = {"name": "m", "source": "measured", "gpu_count": 1, "gpu_bytes": 1 << 30, "h2d_bandwidth": 5e10}
-    path.write_text(json.dumps(good))
-    assert machines.load(path).h2d_bandwidth == 5e10
-    path.write_text(json.dumps(good | fields))
-    if fields == {"h2d_bandwidth": True}:
-        assert machines.load(path).h2d_bandwidth == 1.0
-        return
-    with pytest.raises(MachineError) as refused:
-        machines.load(path)
-    assert str(refused.value).startswith("machine.json")
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_machine_set_by_hand_has_the_same_bounds() -> None:
-    with pytest.raises(MachineError, match="gpu_bytes"):
+    good = {"name": "m", "source": "measured", "gpu_count": 1, "gpu_bytes": 1 << 30}
+    for bandwidth in (5e10, True):
+        path.write_text(json.dumps(good | {"h2d_bandwidth": bandwidth}))
+        assert machines.load(path).h2d_bandwidth == bandwidth
+    for fields in WRONG_MACHINES[message]:
+        path.write_text(json.dumps(good | fields))
+        with pytest.raises(MachineError, match=r"^machine\.json") as refused:
+            machines.load(path)
+        assert message in str(refused.value)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(MachineError, match="gpu_bytes"):  # set by hand, it has the same bounds
         override(Machine(name="cpu", source="measured", host_bytes=1 << 30), "gpu_bytes=80GB")
 
 
+def effective(**fields: Any) -> dict[str, Effective]:
+    return {"effective": Effective.model_construct(gpu_weight_bytes=0, **fields)}
+
+
+AT_LEAST = "ttft_ms.0: Input should be greater than or equal to 0.0001 (not "
 WRONG: dict[str, dict[str, Any]] = {
-    "ttft_ms.0: Input should be greater": {"ttft_ms": (0.0, 1.0, 1.0)},
-    "ttft_ms.0: Input should be greater than or equal to 0.0001 (not '1e-300')": {"ttft_ms": (1e-300, 1.0, 1.0)},
-    "ttft_ms.0: Input should be greater than or equal to 0.0001 (not '-5.0')": {"ttft_ms": (-5.0, 1.0, 1.0)},
+    f"{AT_LEAST}'0.0')": {"ttft_ms": (0.0, 1.0, 1.0)},
+    f"{AT_LEAST}'1e-300')": {"ttft_ms": (1e-300, 1.0, 1.0)},
+    f"{AT_LEAST}'-5.0')": {"ttft_ms": (-5.0, 1.0, 1.0)},
     "ttft_ms.0: Input should be less": {"ttft_ms": (1e300, 1.0, 1.0)},
     "step_ms.0.0: ": {"step_ms": ((0.0,) * 31,) * 3},
     "step_ms: 2 repeats, and ttft_ms has 3": {"step_ms": ((1.0,) * 31,) * 2},
@@ -210,15 +201,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "gpu: 1e+300 is too large": {"gpu": {"energy_j": 1e300}},
     "case.model: String should have at most 1024": {"case": case(4).model_copy(update={"model": "a" * 5000})},
     "predicted.step_ms: ": {"predicted": {"step_ms": -1.0}},
-    "effective.streamed_bytes_per_step: ": {
-        "effective": Effective.model_construct(gpu_weight_bytes=0, streamed_bytes_per_step=-1)
-    },
-    "effective.settings: slot_bytes without ring_depth": {
-        "effective": Effective.model_construct(gpu_weight_bytes=0, settings={"slot_bytes": 1})
-    },
-    "effective.settings: ring_depth: 'x'": {
-        "effective": Effective.model_construct(gpu_weight_bytes=0, settings={"ring_depth": "x"})
-    },
+    "effective.streamed_bytes_per_step: ": effective(streamed_bytes_per_step=-1),
+    "effective.settings: slot_bytes without ring_depth": effective(settings={"slot_bytes": 1}),
+    "effective.settings: ring_depth: 'x'": effective(settings={"ring_depth": "x"}),
     "timeline: GPU 1 of 1": {"timeline": tuple(span._replace(rank=1) for span in traced())},
     "timeline: a step of no length": {"timeline": tuple(span._replace(start_ms=-1.0, end_ms=0.0) for span in traced())},
 }
@@ -244,22 +229,18 @@ def test_records_that_nobody_can_believe_are_counted_and_left_out(reason: str) -
 
 
 def test_studies_that_nobody_can_believe_are_left_out() -> None:
-    right = {"codec": codec_run("a"), "reuse": reuse_run(kept_point(512, 9.0, 5.0)), "accuracy": accuracy_run()}
-    wrong = {
-        "codec": right["codec"].model_copy(
-            update={"rows": (right["codec"].rows[0].model_copy(update={"raw_bytes": 0}),)}
-        ),
-        "reuse": right["reuse"].model_copy(
-            update={"rows": (right["reuse"].rows[0].model_copy(update={"recompute_ms": (0.0,)}),)}
-        ),
-        "accuracy": right["accuracy"].model_copy(update={"samples": 10**30}),
-    }
-    for name, run_ in wrong.items():
-        path = Path(f"{name}.jsonl")
-        study.append(path, run_)
-        study.append(path, right[name])
-        studies = study.read(path, name)
-        assert studies.runs == (right[name],)
+    codec, reuse, accuracy = codec_run("a"), reuse_run(kept_point(512, 9.0, 5.0)), accuracy_run()
+    wrong: tuple[tuple[study.Study, dict[str, Any]], ...] = (
+        (codec, {"rows": (codec.rows[0].model_copy(update={"raw_bytes": 0}),)}),
+        (reuse, {"rows": (reuse.rows[0].model_copy(update={"recompute_ms": (0.0,)}),)}),
+        (accuracy, {"samples": 10**30}),
+    )
+    for right, fields in wrong:
+        path = Path(f"{right.study}.jsonl")
+        study.append(path, right.model_copy(update=fields))
+        study.append(path, right)
+        studies = study.read(path, right.study)
+        assert studies.runs == (right,)
         assert [damage.line for damage in studies.damaged] == [1]
 
 
@@ -274,35 +255,33 @@ READERS = [
 
 
 @pytest.mark.parametrize("words", READERS, ids=lambda words: " ".join(words[:2]) + words[-1][:2])
-@pytest.mark.parametrize("kind", ["fifo", "zero", "proc", "folder", "denied"])
+@pytest.mark.parametrize("kind", ["fifo", "dev/zero", "proc/self/mem", "folder", "denied"])
 def test_what_is_no_readable_file_is_refused_without_a_wait(
     words: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = next(word for word in words if word.startswith("X"))
     if kind == "folder" and words[0] == "report":
         pytest.skip("a report of an empty folder says so on its first page")
-    path = Path(name)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-        (path / "a.jsonl").mkdir()
-    elif kind == "denied":
-        path.write_text("x")
-        opened = os.open
+    path, opened = Path(name), os.open
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            (path / "a.jsonl").mkdir(parents=True)
+        case "denied":
+            path.write_text("x")
 
-        def refuse(file: Any, *args: Any, **more: Any) -> int:
-            if str(file) == name:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
-            return opened(file, *args, **more)
+            def refuse(file: Any, *args: Any, **more: Any) -> int:
+                if str(file) == name:
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+                return opened(file, *args, **more)
 
-        monkeypatch.setattr("zinfer.system.documents.os.open", refuse)
-    else:
-        path.symlink_to("/dev/zero" if kind == "zero" else "/proc/self/mem")
+            monkeypatch.setattr("zinfer.system.documents.os.open", refuse)
+        case device:
+            path.symlink_to(f"/{device}")
     code, _, err, _ = run(words)  # a wait for a writer would have no end
     assert code in ((5,) if kind == "denied" else (2, 4, 5)), err
-    assert "Internal" not in err
-    assert "Traceback" not in err
+    assert not [word for word in ("Internal", "Traceback") if word in err]
     assert name in err or kind == "folder"
     assert len(err.strip().splitlines()) <= 4
 

@@ -1,11 +1,12 @@
 """Damaged recipes, machines, records, requests, prompts and options, by seed: no internal error, and no long wait."""
 
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz_documents import KINDS, QUICK, one_at_a_time, requests, trial
+from tests.fuzz_documents import KINDS, QUICK, prepare, requests, trial
 from zinfer.job.batch.openai import BatchLine, Fault, decode, encode, read_requests, refusal
 
 SHORT, LONG, DRAWN = 12, 2000, 100
@@ -23,8 +24,9 @@ def test_many_damaged_documents_are_refused_or_served(kind: str, tmp_path: Path)
 
 
 def _try(kind: str, seeds: range, folder: Path) -> None:
-    with one_at_a_time(folder):
-        damaged = False
+    prepare(folder)
+    damaged = False
+    with chdir(folder):
         for seed in seeds:
             outcome = trial(kind, seed)
             assert outcome.fault is None, (kind, seed, [word[:80] for word in outcome.words], outcome.fault)

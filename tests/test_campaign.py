@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import PATIENCE_S, environment, wait
+from tests import PATIENCE_S, environment, mentions, wait
 from tools.campaign import judge
 from tools.campaign.clients import Reply
 from tools.campaign.judge import DOCUMENTED
 from tools.campaign.lab import Result
-from tools.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
-from tools.campaign.shim import CHANGES, COUNT, FAIL, FULL, KILL, SOURCE, Shim
+from tools.campaign.record import TITLES, Campaign, last, markdown, title
+from tools.campaign.shim import CHANGES, COUNT, FAIL, FULL, KILL, Shim, build
 from tools.campaign.subject import Ended, alive, kill
 from zinfer.record import study
 
@@ -65,27 +65,26 @@ def test_an_interrupt_of_python_itself_is_told_from_one_of_zinfer() -> None:
     assert not judge.before_zinfer(ended(130, stderr=ours), [signal.SIGINT])
 
 
-def test_a_terminal_is_left_as_it_was() -> None:
+def test_results_and_the_terminal_are_those_of_an_undisturbed_run() -> None:
     assert not judge.cursor("no display at all")
     assert not judge.cursor("\x1b[?25l work \x1b[?25h")
     assert judge.cursor("\x1b[?25l work \x1b[?25h more \x1b[?25l")
-
-
-def test_results_are_those_of_an_undisturbed_run() -> None:
     assert not judge.equal({"a": ["x"]}, {"a": ["x"]}, "answers")
     assert "a: ['y']" in judge.equal({"a": ["y"]}, {"a": ["x"]}, "answers")[0]
     assert judge.equal({}, {"a": ["x"]}, "answers")
     assert judge.equal({"a": ["x", "x"]}, {"a": ["x"]}, "answers")
+    wanted = {"a": "one two", "b": "three four"}  # a part of an answer is no beginning of another one
+    assert not judge.replies([Reply("a", 200, "one t", fault="cut")], wanted, {200})
+    assert "another text" in judge.replies([Reply("a", 200, "one f", fault="cut")], wanted, {200})[0]
+    assert "another text" in judge.replies([Reply("a", 200, "one", whole=True)], wanted, {200})[0]
+    assert "status 500" in judge.replies([Reply("a", 500, fault="no")], wanted, {200})[0]
 
 
-def test_files_of_records_only_grow() -> None:
+def test_files_of_records_only_grow_and_others_are_old_or_new() -> None:
     assert not judge.kept(b"one\ntw", b"one\ntwo\n", "r.jsonl")  # a torn line may go
     assert judge.kept(b"one\ntwo\n", b"one\n", "r.jsonl")
     assert judge.kept(b"one\n", b"", "r.jsonl")
     assert judge.kept(b"one\n", b"eno\n", "r.jsonl")
-
-
-def test_other_files_are_old_or_new() -> None:
     assert not judge.whole(b"old", (b"old", b"new"), "page")
     assert not judge.whole(None, (None, b"new"), "page")
     assert "cut" in judge.whole(b"ne", (b"old", b"new"), "page")[0]
@@ -124,21 +123,8 @@ def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
     assert text.count("\n| ") == len(run.rows) + 2
     assert "| `zinfer run` killed, then started again | 2 | 2 | 1 | 1 |" in text
     assert "| **all** | 2 | 2 | 1 | 1 |" in text
-    assert "Seed 3" in text
-    assert "1 cases could not be tried" in text
-    assert len(COLUMNS) == 5
+    assert mentions(text, "Seed 3", "1 cases could not be tried")
     assert title("disk-full") == TITLES["disk-full"]
-    assert Row(name="x", tried=1, held=1, struck=1).skipped == 0
-
-
-WANTED = {"a": "one two", "b": "three four"}
-
-
-def test_a_part_of_an_answer_is_no_beginning_of_another_one() -> None:
-    assert not judge.replies([Reply("a", 200, "one t", fault="cut")], WANTED, {200})
-    assert "another text" in judge.replies([Reply("a", 200, "one f", fault="cut")], WANTED, {200})[0]
-    assert "another text" in judge.replies([Reply("a", 200, "one", whole=True)], WANTED, {200})[0]
-    assert "status 500" in judge.replies([Reply("a", 500, fault="no")], WANTED, {200})[0]
 
 
 # A campaign of cases that end at once, and of some that start a process and never end.
@@ -162,11 +148,8 @@ sys.exit(run.campaign(["kill-run"], range(6), 1, 4, minutes, Path(sys.argv[1])))
 @pytest.mark.parametrize("how", [signal.SIGTERM, "late"])
 def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: signal.Signals | str) -> None:
     output, late = tmp_path / "reliability.jsonl", ["0.01"] * (how == "late")
-    env = environment(TMPDIR=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(output), *late], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
+    words, env = [sys.executable, "-c", ENDLESS, str(output), *late], environment(TMPDIR=str(tmp_path))
+    process = subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, start_new_session=True)
     wait(lambda: [*alive(tmp_path).values()].count("sleep 600") >= 3)
     if isinstance(how, signal.Signals):
         os.killpg(process.pid, how)  # as a terminal does
@@ -180,13 +163,15 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tools.campaign.shim import build
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("shim")) or pytest.skip("no C compiler")
 
-    library = build(tmp_path_factory.mktemp("shim"))
-    if library is None:
-        pytest.skip("no C compiler")
-    return library
+
+@pytest.fixture
+def disk(library: Path, tmp_path: Path) -> Shim:
+    """Provide a shim, not armed yet, beside an empty folder ``disk``."""
+    (tmp_path / "disk").mkdir()
+    return Shim(library, tmp_path / "page")
 
 
 DISK = """
@@ -215,19 +200,16 @@ except OSError as error:
     ],
 )
 def test_the_shim_strikes_where_it_is_told(
-    shim: Path, tmp_path: Path, mode: int, at: int, budget: int, code: int, files: dict[str, int]
+    disk: Shim, tmp_path: Path, mode: int, at: int, budget: int, code: int, files: dict[str, int]
 ) -> None:
     """Each file is made (an operation) and written (another one)."""
     folder = tmp_path / "disk"
-    folder.mkdir()
-    disk = Shim(shim, tmp_path / "page")
     disk.arm(mode, [folder], at=at, kinds=CHANGES, budget=budget)
     words = [sys.executable, "-c", DISK, str(folder)]
     done = subprocess.run(words, env=environment(**disk.environment), timeout=PATIENCE_S, check=False)
     assert done.returncode == code
     assert (disk.hits > 0) is (code != 0)
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == files
-    assert SOURCE.is_file()
 
 
 SYNCS = """
@@ -284,16 +266,12 @@ os._exit(0)
         ("os.write(log, b'line') if os.fork() == 0 else os.wait()", "F/old was not synced before the end"),
     ],
 )  # fmt: skip
-def test_the_shim_sees_what_is_not_synced(shim: Path, tmp_path: Path, actions: str, fault: str) -> None:
+def test_the_shim_sees_what_is_not_synced(disk: Shim, tmp_path: Path, actions: str, fault: str) -> None:
     folder = tmp_path / "disk"
-    folder.mkdir()
     (folder / "old").touch()
-    disk = Shim(shim, tmp_path / "page")
     disk.arm(COUNT, [folder], audit=True)
-    words = [sys.executable, "-c", SYNCS, str(folder), actions]
-    done = subprocess.run(
-        words, env=environment(**disk.environment), capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    words, env = [sys.executable, "-c", SYNCS, str(folder), actions], environment(**disk.environment)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert disk.unsynced.replace(str(folder), "F") == fault, done.stdout
 

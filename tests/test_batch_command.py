@@ -46,35 +46,28 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     }  # fmt: skip
     for size in range(1, 7):
         usage = answers[f"p{size}"]["response"]["body"]["usage"]
-        assert usage["prompt_tokens"] == 2 * size
-        assert usage["completion_tokens"] <= size
-    assert answers["talk"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    assert answers["talk"]["response"]["body"]["model"] == "model"
+        assert (usage["prompt_tokens"], usage["completion_tokens"] <= size) == (2 * size, True)
+    body = answers["talk"]["response"]["body"]
+    assert (body["choices"][0]["message"]["role"], body["model"]) == ("assistant", "model")
 
     before = output.read_bytes()
     again = zinfer(folder, *words)
-    assert again.returncode == 3
+    assert (again.returncode, "tok/s" in again.stderr) == (3, False)
     assert mentions(again.stderr, "7 answers", "5 errors", "out.jsonl")
-    assert "tok/s" not in again.stderr
     (folder / "other.jinja").write_text("{{ messages[0].content }}")
     formatted = zinfer(folder, *words, "--chat-template", "other.jinja")
-    assert formatted.returncode == 6
-    assert "chat_template: None -> " in formatted.stderr
+    assert (formatted.returncode, "chat_template: None -> " in formatted.stderr) == (6, True)
     absent = zinfer(folder, *words, "--chat-template", "absent")
-    assert (absent.returncode, absent.stderr) == (
-        2,
-        "Error: --chat-template absent: no such file or chat template; the model's are default\n",
-    )
+    assert (absent.returncode, absent.stderr.count("\n")) == (2, 1)
+    assert mentions(absent.stderr, "--chat-template absent", "no such file", "default")
     lossy = zinfer(folder, *words, "--offload", "cpu", "--kv-cache-dtype", "int8")
-    assert lossy.returncode == 6
-    assert "kv_cache_dtype: None -> int8" in lossy.stderr
+    assert (lossy.returncode, "kv_cache_dtype: None -> int8" in lossy.stderr) == (6, True)
     with prompts.open("a") as file:
         file.write(line("more", prompt="x", echo=True))
     other = zinfer(folder, *words, "--dtype", "bf16")
     assert other.returncode == 6
-    assert "dtype: float32 -> bfloat16" in other.stderr
-    assert "prompts: " in other.stderr
-    assert "--force" in other.stderr
+    for part in ("dtype: float32 -> bfloat16", "prompts: ", "--force"):
+        assert part in other.stderr
     assert output.read_bytes() == before
     forced = zinfer(folder, *words, "--force")
     assert forced.returncode == 3
@@ -85,9 +78,8 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
 
 @pytest.mark.slow  # a process of its own; test_cli has the interrupts of the default run
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
-    (folder / "prompts.jsonl").write_text(
-        "".join(line(str(key), prompt="x", max_tokens=3 + 40 * key) for key in range(40))
-    )
+    lines = [line(str(key), prompt="x", max_tokens=3 + 40 * key) for key in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
     words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"]
     process, output = started(folder, *words), folder / "out.jsonl"
     wait(lambda: output.exists() and output.stat().st_size)

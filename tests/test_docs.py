@@ -47,9 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., P
     for file in (results / "demo.record", results / slug() / "demo.jsonl", path / "before.jsonl", path / "after.jsonl"):
         file.write_text(demo)
     for engine in ("stream", "deepspeed"):
-        points = [json.loads(line).get("case", {"engine": engine, "offload": "cpu"}) for line in demo.splitlines()]
-        lines = zip(demo.splitlines(), points, strict=True)
-        kept = [line for line, case in lines if (case["engine"], case["offload"]) == (engine, "cpu")]
+        wanted = {"engine": engine, "offload": "cpu"}
+        kept = [line for line in demo.splitlines() if json.loads(line).get("case", wanted).items() >= wanted.items()]
         (path / f"{engine}.jsonl").write_text("\n".join([*kept, ""]))
     shutil.copytree(checkpoint("llama"), path / "my-checkpoint")
     (path / "prompts.txt").write_text("Once upon a time\nNo\n")

@@ -101,7 +101,7 @@ def hostile() -> list[Measurement]:
 
 @pytest.fixture(scope="module", params=["committed", "made", "hostile", "oom"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the report on one machine's most measured model, or on results made up."""
+    """Write a report on records in git, or on results made up."""
     folder = tmp_path_factory.mktemp(request.param)
     words: list[object] = [folder / "results"]
     if request.param == "committed":

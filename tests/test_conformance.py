@@ -64,8 +64,7 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: Patch)
 
     monkeypatch.setattr(compare, "run", run)
     compare.compare(Subject("llama"), tmp_path, outcomes.__setitem__)
-    assert outcomes.pop("family").why == "Dense"
-    assert [outcomes.pop(name).why for name in NOTES] == ["0", "1.0e-03", "it knows no padding"]
+    assert [outcomes.pop(name).why for name in NOTES] == ["Dense", "0", "1.0e-03", "it knows no padding"]
     others = {"none": "right", "rows": "crash", "packed": "refused"} | dict.fromkeys(
         ["experts", "reused"], "does not apply"
     )
@@ -73,7 +72,7 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: Patch)
     assert outcomes["packed"].why == "llama cannot be had"
     assert outcomes["cpu"].why == "47 of 48 logits equal, all of the first 3 steps; rows [2] by nan"
     assert outcomes["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
-    assert Row(Subject("llama"), outcomes, 1.0).verdict == "crash"
+    assert Row(Subject("llama"), outcomes).verdict == "crash"
 
 
 def test_a_process_that_dies_costs_its_row_only(monkeypatch: Patch) -> None:

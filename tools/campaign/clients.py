@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 ANSWER_S = 60.0  # after which a client has waited in vain
@@ -28,18 +29,17 @@ def ask(port: int, prompt: str, stream: bool, seconds: float = ANSWER_S, **more:
     """Ask for the text after `prompt`, greedily; wait at most `seconds` for each part of the answer."""
     body = json.dumps({"prompt": prompt, "temperature": 0, "stream": stream, **more}).encode()
     began, status, text = time.monotonic(), 0, ""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     fault, whole, in_vain = "", False, False
     try:
-        connection.request("POST", TEXTS, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        status = response.status
-        if status != 200:
-            fault = response.read().decode(errors="replace")[:300]
-        elif not stream:
-            text, whole = json.loads(response.read())["choices"][0]["text"], True
-        else:
-            for line in response:
+        with connected(port, seconds) as connection:
+            connection.request("POST", TEXTS, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            status = response.status
+            if status != 200:
+                fault = response.read().decode(errors="replace")[:300]
+            elif not stream:
+                text, whole = json.loads(response.read())["choices"][0]["text"], True
+            for line in response if status == 200 and stream else ():
                 if line.strip() == b"data: [DONE]":
                     whole = True
                 elif line.startswith(b"data: "):
@@ -53,21 +53,19 @@ def ask(port: int, prompt: str, stream: bool, seconds: float = ANSWER_S, **more:
         fault, in_vain = f"no answer within {seconds:.0f} s", True
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         fault = f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
     return Reply(prompt, status, text, whole and not fault, fault, in_vain, time.monotonic() - began)
 
 
 def status_of(port: int, path: str, seconds: float = ANSWER_S) -> int:
     """Return the status of a path; 0 if there is no answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
-    try:
+    with suppress(OSError, http.client.HTTPException), connected(port, seconds) as connection:
         connection.request("GET", path)
         return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()
+    return 0
+
+
+def connected(port: int, seconds: float) -> "closing[http.client.HTTPConnection]":
+    return closing(http.client.HTTPConnection("127.0.0.1", port, timeout=seconds))
 
 
 class Load:

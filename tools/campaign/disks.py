@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.campaign import judge, shim
 from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
@@ -48,10 +49,11 @@ def _shim(room: Room) -> shim.Shim:
     return room.shim
 
 
-def _armed(room: Room, verb: Verb, result: Result, how: str) -> Ended:
-    """Run a command with the shim armed; `how` is for the tale."""
+def _armed(room: Room, verb: Verb, result: Result, how: str, mode: int, *folders: Path, **fault: Any) -> Ended:
+    """Run a command with a fault of the shim; `how` is for the tale."""
     room.tale.append(how)
     disk = _shim(room)
+    disk.arm(mode, folders, **fault)
     ended = room.run(verb.words, stdin=verb.stdin, armed=True)
     result.struck += disk.hits > 0
     disk.disarm()
@@ -59,12 +61,10 @@ def _armed(room: Room, verb: Verb, result: Result, how: str) -> Ended:
 
 
 def _full(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(room)
     budget = int(dice.random() * usual.written)
     if verb.name == "probe":  # the disk's own measurement writes most
         budget = dice.choice((budget, dice.randrange(3000)))
-    disk.arm(shim.FULL, [room.root], budget=budget)
-    return _armed(room, verb, result, f"  {budget} bytes of room")
+    return _armed(room, verb, result, f"  {budget} bytes of room", shim.FULL, room.root, budget=budget)
 
 
 def _limited(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
@@ -72,13 +72,9 @@ def _limited(room: Room, verb: Verb, usual: Normal, dice: random.Random, result:
     printed = verb.name in ("chat", "run-nvme")  # whose results are on stdout, a file of the harness
     limit = dice.randrange(4000 if printed else 0, max(5000, largest))
     room.tale.append(f"  files of at most {limit} bytes")
-
-    def before() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    ended = room.run(verb.words, stdin=verb.stdin, before=before, terminal=not printed)
     result.struck += 1
-    return ended
+    before = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    return room.run(verb.words, stdin=verb.stdin, before=before, terminal=not printed)
 
 
 def _stdout_full(room: Room, verb: Verb, _usual: Normal, _dice: random.Random, result: Result) -> Ended:
@@ -90,21 +86,19 @@ def _stdout_full(room: Room, verb: Verb, _usual: Normal, _dice: random.Random, r
 
 
 def _read_only(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(room)
     at = 0 if dice.random() < 0.5 else dice.randrange(max(1, usual.operations))
     folder = room.work if dice.random() < 0.7 else room.root
     error = dice.choice((errno.EROFS, errno.EACCES))
-    disk.arm(shim.FAIL, [folder], kinds=shim.NAMES, at=at, error=error, lasting=True)
-    return _armed(room, verb, result, f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on")
+    how = f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on"
+    return _armed(room, verb, result, how, shim.FAIL, folder, kinds=shim.NAMES, at=at, error=error, lasting=True)
 
 
 def _vanishing(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(room)
     others = [room.root / "tmp"] + [room.root / "drive"] * any("DRIVE" in word for word in verb.words)
     folder = dice.choice((room.work, room.work, *others))
     at = dice.randrange(max(1, usual.operations if folder == room.work else min(usual.operations, FEW)))
-    disk.arm(shim.VANISH, [folder], kinds=shim.CHANGES | shim.OPENS, at=at)
-    ended = _armed(room, verb, result, f"  {folder.name} vanishes at operation {at}")
+    how, kinds = f"  {folder.name} vanishes at operation {at}", shim.CHANGES | shim.OPENS
+    ended = _armed(room, verb, result, how, shim.VANISH, folder, kinds=kinds, at=at)
     gone = folder.with_name(f"{folder.name}.gone")
     if gone.exists():  # the drive is back, with what was on it
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,16 +107,12 @@ def _vanishing(room: Room, verb: Verb, usual: Normal, dice: random.Random, resul
 
 
 def _failing(room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    disk = _shim(room)
-    reading = dice.random() < 0.5
-    lasting = dice.random() < 0.3
-    kinds = shim.READS | shim.OPENS if reading else shim.CHANGES
+    reading, lasting = dice.random() < 0.5, dice.random() < 0.3
     at = dice.randrange(max(1, usual.reads if reading else usual.operations))
-    folders = [room.root, room.lab.model] if reading else [room.root]
-    disk.arm(shim.FAIL, folders, kinds=kinds, at=at, error=errno.EIO, lasting=lasting)
-    return _armed(
-        room, verb, result, f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting
-    )
+    how = f"  EIO at {'read' if reading else 'write'} {at}{' and all later ones' * lasting}"
+    kinds = shim.READS | shim.OPENS if reading else shim.CHANGES
+    folders = [room.root, room.lab.model][: 1 + reading]
+    return _armed(room, verb, result, how, shim.FAIL, *folders, kinds=kinds, at=at, lasting=lasting)
 
 
 def _audited(room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
@@ -202,9 +192,8 @@ def disturbed(name: str, lab: Lab, number: int, keep: bool = False) -> Result:
         if ended.code == 0 and name not in ("vanish", "dev-full", "two-jobs"):
             warned = "was not measured" in ended.output  # a probe without the drive's rate says so
             if not warned and (verb.name not in ("sweep", "batch") or not result.struck):
-                result.faults += judge.equal(
-                    verb.outcome(room, ended), usual.outcome, "results of a run that ends well"
-                )
+                outcome = verb.outcome(room, ended)
+                result.faults += judge.equal(outcome, usual.outcome, "results of a run that ends well")
         elif ended.code and not ended.output.strip():
             result.faults.append(f"fails without a word (exit code {ended.code})")
         ended = room.run(verb.next(room), stdin=verb.stdin)

@@ -15,15 +15,13 @@ from tools.campaign.subject import ROOT, Ended
 from zinfer.core.errors import EXIT_CODES, INTERNAL
 
 DOCUMENTED = {int(code) for key in EXIT_CODES for code in key.split(", ")} - {INTERNAL}
-FORBIDDEN = (
+FORBIDDEN: tuple[str, ...] = (
     "Traceback (most recent call last)",
     "Internal error",
     "Exception ignored",
-    "Fatal Python error",
     "Exception in thread",
-    "Segmentation fault",
-    "terminate called",
 )
+FORBIDDEN += ("Fatal Python error", "Segmentation fault", "terminate called")
 MAX_STACKS = 8000  # characters told of a process that hangs: where its threads are
 
 
@@ -68,11 +66,9 @@ def equal(actual: Any, wanted: Any, what: str) -> list[str]:
     if actual == wanted:
         return []
     if isinstance(actual, Mapping) and isinstance(wanted, Mapping):
-        keys = [key for key in {**wanted, **actual} if actual.get(key) != wanted.get(key)]
-        first = keys[0]
-        return [
-            f"{what} differ in {len(keys)}: {first}: {_short(actual.get(first))} is not {_short(wanted.get(first))}"
-        ]
+        first, *more = [key for key in {**wanted, **actual} if actual.get(key) != wanted.get(key)]
+        what = f"{what} differ in {1 + len(more)}: {first}"
+        return [f"{what}: {_short(actual.get(first))} is not {_short(wanted.get(first))}"]
     return [f"{what} differ: {_short(actual)} is not {_short(wanted)}"]
 
 
@@ -101,12 +97,12 @@ def whole(actual: bytes | None, allowed: Iterable[bytes | None], name: str) -> l
 def files(actual: Collection[str], wanted: Collection[str], allowed: Sequence[str] = ()) -> list[str]:
     """Judge the files after the next start: those of an undisturbed run; any that match `allowed` may be there."""
 
-    def others(names: Collection[str], expected: Collection[str]) -> list[str]:
-        return [name for name in sorted({*names} - {*expected}) if not any(map(Path(name).match, allowed))]
-
-    extra, lost = others(actual, wanted), others(wanted, actual)
-    faults = [f"{len(extra)} files left behind: {_some(extra)}"] if extra else []
-    return faults + ([f"{len(lost)} files missing: {_some(lost)}"] if lost else [])
+    others = {"left behind": {*actual} - {*wanted}, "missing": {*wanted} - {*actual}}
+    faults = []
+    for what, names in others.items():
+        if kept := [name for name in names if not any(map(Path(name).match, allowed))]:
+            faults.append(f"{len(kept)} files {what}: {_some(kept)}")
+    return faults
 
 
 def processes(left: Mapping[int, str]) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from tools.campaign import judge, shim
-from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
+from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb, contents
 from tools.campaign.verbs import VERBS
 
 OLD = b"from an earlier run\n"
@@ -25,12 +25,10 @@ def disturbed(verb: Verb, lab: Lab, number: int, keep: bool = False) -> Result:
     dice, usual = lab.dice(result.name, number), lab.normals[verb.name]
     cold = verb.name == "probe" and number % 5 == 0
     with Room(lab, f"{result.name}-{number}", keep, cold) as room:
-        earlier = {}
-        if verb.replaces and dice.random() < 0.5:
-            for name in usual.contents:
-                (room.work / name).parent.mkdir(parents=True, exist_ok=True)
-                (room.work / name).write_bytes(OLD)
-                earlier[name] = OLD
+        earlier = dict.fromkeys(usual.contents if verb.replaces and dice.random() < 0.5 else (), OLD)
+        for name in earlier:
+            (room.work / name).parent.mkdir(parents=True, exist_ok=True)
+            (room.work / name).write_bytes(OLD)
         recorded: dict[str, bytes] = {}
         for _ in range(dice.randint(1, verb.chain)):
             share = 1 - dice.random() ** 2  # the first half of a run imports
@@ -106,16 +104,13 @@ def _after(room: Room, verb: Verb, usual: Normal, recorded: dict[str, bytes], ea
         content = (room.work / name).read_bytes() if (room.work / name).is_file() else b""
         faults += judge.kept(recorded.get(name, b""), content, name)
         recorded[name] = content
-    for pattern in verb.at_once:
-        files = {str(path.relative_to(room.work)): path for path in room.work.glob(pattern) if path.is_file()}
-        for name in {*files, *usual.contents}:
-            if name not in usual.contents:
-                continue  # a draft: the next start may remove it
-            there = files[name].read_bytes() if name in files else None
-            if verb.good is None:
-                faults += judge.whole(there, (earlier.get(name), usual.contents[name]), name)
-            elif there is not None and not verb.good(there):
-                faults.append(f"{name} is cut or mixed ({len(there)} bytes)")
+    files = contents(room.work, *verb.at_once)  # drafts among them: the next start may remove these
+    for name, content in usual.contents.items():
+        there = files.get(name)
+        if verb.good is None:
+            faults += judge.whole(there, (earlier.get(name), content), name)
+        elif there is not None and not verb.good(there):
+            faults.append(f"{name} is cut or mixed ({len(there)} bytes)")
     return faults
 
 

@@ -1,6 +1,5 @@
 """Laboratory of a campaign: a model, a user's folder, undisturbed runs, and the room in which one case takes place."""
 
-import hashlib
 import random
 import shutil
 import time
@@ -114,8 +113,7 @@ class Room:
             if name.startswith("tmp/") and path.is_file() and b"blat".startswith(path.read_bytes()[:5]):
                 continue  # Python's own test whether the folder can be written
             inside = not name.startswith("home/.cache") and (not path.is_dir() or path.is_symlink())
-            if inside or name.startswith(("tmp/", "drive/")):
-                names.add(name)
+            names |= {name} if inside or name.startswith(("tmp/", "drive/")) else set()
         return names
 
     def reap(self, grace: float = GRACE_S) -> dict[int, str]:
@@ -164,16 +162,10 @@ class Normal:
     written: int = 0
 
 
-def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
-    """Return a hash of each file below `folder` by its path."""
-    files = (path for path in sorted(folder.glob(pattern)) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
-
-
-def contents(room: Room, verb: Verb) -> dict[str, bytes]:
-    """Return the files that a verb writes at once, by path."""
-    paths = (path for pattern in verb.at_once for path in sorted(room.work.glob(pattern)) if path.is_file())
-    return {str(path.relative_to(room.work)): path.read_bytes() for path in paths}
+def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """Return the files below `folder` that match a pattern, by path."""
+    paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def undisturbed(lab: Lab, verb: Verb) -> Normal:
@@ -187,12 +179,11 @@ def undisturbed(lab: Lab, verb: Verb) -> Normal:
             problems = judge.words(ended) + judge.processes(room.reap())
             if ended.code != 0 or problems:
                 raise RuntimeError(f"undisturbed `{verb.name}`: {ended.code} {problems} {ended.output[-2000:]}")
-            operations, written = (room.shim.operations, room.shim.written) if room.shim else (0, 0)
-            reads = normals[0].operations if normals else 0
-            normals.append(
-                Normal(verb.outcome(room, ended), frozenset(room.files()), contents(room, verb), ended.seconds,
-                       operations, reads, written)
-            )  # fmt: skip
+            counts = [0, 0, 0]
+            if room.shim:
+                counts = [room.shim.operations, normals[0].operations if normals else 0, room.shim.written]
+            files = frozenset(room.files()), contents(room.work, *verb.at_once)
+            normals.append(Normal(verb.outcome(room, ended), *files, ended.seconds, *counts))
     if problems := judge.equal(normals[1].outcome, normals[0].outcome, f"undisturbed runs of `{verb.name}`"):
         raise RuntimeError("; ".join(problems))
     return normals[1]

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tools.campaign.lab import Lab, Room, Verb, digest
+from tools.campaign.lab import Lab, Room, Verb, contents
 from tools.campaign.subject import Ended
 from zinfer.core.machine import Machine
 from zinfer.job.sweep import FINAL
@@ -24,58 +23,43 @@ TURNS = "Hello there\nAnd again\nthird\n"
 PAGE = "reports/page"
 
 
-def points(path: Path) -> Counter[str]:
-    """Return how often a file has each measured point."""
-    if not path.is_file():
-        return Counter()
-    return Counter(
-        f"{point.case.label()} batch {point.case.workload.batch_size}: {point.status}"
-        for point in read(path).points
-        if point.status in FINAL
-    )
-
-
-def answers(path: Path) -> dict[str, list[str]]:
-    """Return the texts that a batch output has for each id."""
-    texts: dict[str, list[str]] = {}
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-            choices = [choice.get("text") for choice in record["response"]["body"]["choices"]]
-            text = json.dumps([choices, record["response"]["body"]["usage"], record["error"]])
-            texts.setdefault(record["custom_id"], []).append(text)
-        except (ValueError, TypeError, KeyError):
-            texts.setdefault("a line that is no answer", []).append(repr(line[:80]))
-    return texts
-
-
 def requests(count: int, seed: int = 0) -> str:
     """Return `count` lines of a batch job: short ones and long ones, greedy and sampled."""
     lines = []
     for number in range(count):
         body = {"prompt": "abcdefghij"[: number % 7 + 1] * (1 + number % 3), "max_tokens": 3 + 5 * number % 29}
         body |= {"temperature": 0.0 if number % 2 else 0.8, "seed": number + seed}
-        lines.append(
-            json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
-        )
-    return "".join(lines)
+        lines.append({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body})
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def _sweep(room: Room, _ended: Ended) -> dict[str, int]:
-    return dict(sorted(points(room.work / "r.jsonl").items()))
+def _sweep(room: Room, _ended: Ended) -> Counter[str]:
+    """Return how often each point was measured."""
+    path = room.work / "r.jsonl"
+    points = [point for point in read(path).points if point.status in FINAL] if path.is_file() else []
+    return Counter(f"{point.case.label()} batch {point.case.workload.batch_size}: {point.status}" for point in points)
 
 
 def _batch(room: Room, _ended: Ended) -> dict[str, list[str]]:
-    return dict(sorted(answers(room.work / "out.jsonl").items()))
+    """Return the texts that a batch output has for each id."""
+    path, texts = room.work / "out.jsonl", defaultdict[str, list[str]](list)
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+            body = record["response"]["body"]
+            choices = [choice.get("text") for choice in body["choices"]]
+            texts[record["custom_id"]].append(json.dumps([choices, body["usage"], record["error"]]))
+        except (ValueError, TypeError, KeyError):
+            texts["a line that is no answer"].append(repr(line[:80]))
+    return dict(texts)
 
 
 def _texts(_room: Room, ended: Ended) -> Any:
     """Token ids of `zinfer run`, or of each line of a conversation."""
+    texts = [ended.stdout] if ended.stdout.startswith("[") else ended.stdout.splitlines()
     try:
-        answers = (
-            json.loads(ended.stdout) if ended.stdout.startswith("[") else map(json.loads, ended.stdout.splitlines())
-        )
-        return [answer["output_ids"] for answer in answers]
+        answers = [json.loads(text) for text in texts]
+        return [answer["output_ids"] for answer in (answers[0] if ended.stdout.startswith("[") else answers)]
     except (ValueError, TypeError, KeyError):
         return f"no JSON: {ended.stdout[:200]}"
 
@@ -84,11 +68,8 @@ def _stdout(_room: Room, ended: Ended) -> str:
     return ended.stdout
 
 
-def _files(pattern: str) -> Callable[[Room, Ended], dict[str, str]]:
-    def outcome(room: Room, _ended: Ended) -> dict[str, str]:
-        return digest(room.work, pattern)
-
-    return outcome
+def _files(pattern: str) -> Callable[[Room, Ended], dict[str, bytes]]:
+    return lambda room, _ended: contents(room.work, pattern)
 
 
 def _machine(room: Room, _ended: Ended) -> list[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tools.conformance import record
+from zinfer.core.value import group_by
 
 if TYPE_CHECKING:
     from tools.conformance.run import Row
@@ -26,7 +27,7 @@ PRELOADED = (
     "zinfer.engine.stream.engine",
     "deepspeed",
 )
-SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH", "does not apply": "-"}
+SHORT = {"differs": "DIFFERS", "crash": "CRASH", "does not apply": "-"}
 
 
 @click.command()
@@ -76,24 +77,23 @@ def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
     rows = run_all(chosen, jobs, _show)
     document = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
     for wrapper, title in ((False, "types of AutoModelForCausalLM"), (True, "multimodal models around one")):
-        counts = record.counts(document, wrapper)
-        if counts:
-            click.echo(
-                f"{counts.total()} {title}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
-            )
+        if counts := record.counts(document, wrapper):
+            verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
+            click.echo(f"{counts.total()} {title}: {verdicts}")
     click.echo(f"{time.monotonic() - begun:.0f} s")
     return document
 
 
 def _show(row: "Row") -> None:
     if "all" in row.outcomes:
-        text = f"{row.verdict}: {row.outcomes['all'].why}"
-    else:
-        text = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
-    click.echo(f"{row.subject.name:34} {text}")
-    for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
-        ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
-        click.echo(f"    {ways}: {why}")
+        click.echo(f"{row.subject.name:34} {row.verdict}: {row.outcomes['all'].why}")
+        return
+    verdicts = [SHORT.get(outcome.verdict, outcome.verdict) for outcome in row.outcomes.values()]
+    click.echo(f"{row.subject.name:34} {' '.join(f'{verdict:8}' for verdict in verdicts)}")
+    reasons = group_by(row.outcomes, lambda way: row.outcomes[way].why)
+    for why, ways in reasons.items():
+        if why:
+            click.echo(f"    {', '.join(ways)}: {why}")
 
 
 if __name__ == "__main__":

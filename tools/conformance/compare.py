@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 from safetensors.torch import load_file, save_file
@@ -56,51 +56,35 @@ class Way(NamedTuple):
     engine: str = "stream"  # others are for a sample of the types
 
 
+_BY_CPU: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu"}
+_MIXED = Way("", options=_BY_CPU | {"kv_offload": "auto"}, rows=True, device_rows=3)
+_SOME = "some {}with their KV cache in host memory, to which the CPU attends"
 WAYS: dict[str, Way] = {
     "none": Way("weights on the device", offload="none"),
     "cpu": Way("weights streamed from host memory"),
     "rows": Way("streamed, prompts prefilled row by row", prefill_tokens=1),
     "kept": Way("streamed, but for half of the layers, which lie on the device alone", gpu_weights="50%"),
     "packed": Way("streamed from packed layers", options={"weight_codec": "lossless"}, packed=True),
-    "kv-cpu": Way(
-        "streamed, KV cache in host memory, the CPU attends", options={"kv_offload": "cpu", "kv_attention": "cpu"}
-    ),
-    "kv-link": Way(
-        "streamed, KV cache in host memory, over the link", options={"kv_offload": "cpu", "kv_attention": "gpu"}
-    ),
+    "kv-cpu": Way("streamed, KV cache in host memory, the CPU attends", options=_BY_CPU),
+    "kv-link": Way("streamed, KV cache in host memory, over the link", options=_BY_CPU | {"kv_attention": "gpu"}),
     "int8": Way("streamed from a copy with weights in int8", rounded=True),
     "experts": Way("streamed, experts on demand", options={"experts": "on-demand"}, experts=True),
     "requests": Way("streamed, requests that come and go", rows=True),
-    "mixed": Way(
-        "requests that come and go, some with their KV cache in host memory, to which the CPU attends",
-        options={"kv_offload": "auto", "kv_attention": "cpu"},
-        rows=True,
-        device_rows=3,
-    ),
+    "mixed": _MIXED._replace(says=f"requests that come and go, {_SOME.format('')}"),
     "drafts": Way("requests that come and go, several tokens a pass by drafts", rows=True, drafts=True),
-    "mixed-d": Way(
-        "drafts, some rows with their KV cache in host memory, to which the CPU attends",
-        options={"kv_offload": "auto", "kv_attention": "cpu"},
-        rows=True,
-        drafts=True,
-        device_rows=3,
-    ),
+    "mixed-d": _MIXED._replace(says=f"drafts, {_SOME.format('rows ')}", drafts=True),
     "reused": Way("requests that come and go, and reuse the kept beginnings of earlier prompts", rows=True, kept=True),
     "accelerate": Way("requests that come and go, on engine accelerate", rows=True, engine="accelerate"),
     "deepspeed": Way("requests that come and go, on engine deepspeed", rows=True, engine="deepspeed"),
 }
-
-
 # Types of different families that are compared on the other engines, too.
 SAMPLE = {
     "bart", "bloom", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2",
     "minimax", "mixtral", "qwen3_next", "recurrent_gemma", "zamba2",
 }  # fmt: skip
-
-
-# Notes on a type: prompts left out, the largest difference of logits allowed, and why its rows must be of one length in
-# a micro-batch, if they must.
-NOTES = ("skipped", "tolerance", "padding")
+# Notes on a type: its family, prompts left out, the largest difference of logits allowed, and why its rows must be of
+# one length in a micro-batch, if they must.
+NOTES = ("family", "skipped", "tolerance", "padding")
 
 
 class Outcome(NamedTuple):
@@ -110,21 +94,22 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
+DOES_NOT_APPLY = Outcome("does not apply")
 Tell = Callable[[str, Outcome], None]
 
 
 def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     """Build `subject`, run it in all `WAYS`, and `tell` the outcomes.
 
-    A type that cannot be built or compared has one outcome, named ``all``. `tell` also gets the type's family under the
-    name ``family``, and `NOTES` on what was compared.
+    A type that cannot be built or compared has one outcome, named ``all``. `tell` also gets `NOTES` on the type.
     """
     directory = scratch / subject.type
     try:
         model_class, reference = _saved(subject, directory, tell)
-    except (CannotBuild, CannotCompare) as error:
-        built = isinstance(error, CannotCompare)
-        return tell("all", Outcome("cannot be compared" if built else "cannot be built", _clean(error, scratch)))
+    except CannotBuild as error:
+        return tell("all", Outcome("cannot be built", _clean(error, scratch)))
+    except CannotCompare as error:
+        return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
     _note(reference, tell)
@@ -132,10 +117,9 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     with suppress(*REFUSALS):  # the ways will tell
         mixture = find(str(directory), "float32", None, "safetensors").spec.num_experts > 1
     for name, way in WAYS.items():
-        if (way.experts and not mixture) or (way.engine != "stream" and subject.name not in SAMPLE):
-            tell(name, Outcome("does not apply"))
-        else:
-            tell(name, _outcome(way, directory, model_class, reference, scratch, tell))
+        applies = (mixture or not way.experts) and (way.engine == "stream" or subject.name in SAMPLE)
+        outcome = _outcome(way, directory, model_class, reference, scratch, tell) if applies else DOES_NOT_APPLY
+        tell(name, outcome)
 
 
 def _note(reference: Reference, tell: Tell) -> None:
@@ -169,12 +153,12 @@ def _outcome(
     except REFUSALS as error:
         return Outcome("refused", _clean(error, scratch))
     except CannotCompare:
-        return Outcome("does not apply")
+        return DOES_NOT_APPLY
     except Exception as error:
         return Outcome("crash", f"{_clean(error, scratch)} {_place(error)}")
     tell("padding", Outcome("right", padding))
     if errors is None:
-        return Outcome("does not apply")
+        return DOES_NOT_APPLY
     wrong = ~(errors < expected.tolerance)
     if not bool(wrong.any()):
         return Outcome("right")
@@ -193,11 +177,9 @@ def _clean(error: BaseException, scratch: Path) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the place of an error: the last lines in known packages that its traceback passes through."""
-    found = (
-        (re.search(r".*/((?:zinfer|transformers|torch|tests|tools)/.*)", frame.filename), frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-    )
-    lines = [f"{match[1]}:{number}" for match, number in found if match]
+    known = re.compile(r".*/((?:zinfer|transformers|torch|tests|tools)/.*)")
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{match[1]}:{frame.lineno}" for frame in frames if (match := known.search(frame.filename))]
     ours = [frame for frame in lines if frame.startswith("zinfer/")]
     return f"[{' < '.join(dict.fromkeys([*lines[-1:], *ours[-1:]]))}]"
 
@@ -220,30 +202,22 @@ def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
     return copy, plain
 
 
-def _pack(directory: Path, folder: Path, *more: str) -> None:
+def _pack(directory: Path, folder: Path, *more: str) -> str:
     words = ["--model", str(directory), "--dtype", "fp32", "--output", str(folder), *more]
     pack.command.main(words, standalone_mode=False)
+    return str(folder)
 
 
 def run(way: Way, directory: Path, reference: Reference, scratch: Path) -> tuple[Tensor | None, str]:
     """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. None if the way does not apply. The text says why
     rows cannot be padded, if they cannot."""
-    options = dict(way.options)
-    if way.packed:
-        options["packed"] = str(scratch / "packed")
-        _pack(directory, scratch / "packed")
+    options = way.options | ({"packed": _pack(directory, scratch / "packed")} if way.packed else {})
     source = find(str(directory), "float32", None, "safetensors")
     rows = 2 * len(LENGTHS) if way.rows else len(LENGTHS)
-    case = Case(
-        model=str(directory),
-        engine=way.engine,
-        offload=way.offload,
-        workload=Workload(batch_size=rows, input_len=max(LENGTHS), output_len=OUTPUT_LEN),
-        dtype="float32",
-        load_format="safetensors",
-        gpu_weights=way.gpu_weights,
-        options=tuple(sorted(options.items())),
-    )
+    load = Workload(batch_size=rows, input_len=max(LENGTHS), output_len=OUTPUT_LEN)
+    how: dict[str, Any] = {"engine": way.engine, "offload": way.offload, "gpu_weights": way.gpu_weights}
+    how |= {"dtype": "float32", "load_format": "safetensors", "options": tuple(sorted(options.items()))}
+    case = Case(model=str(directory), workload=load, **how)
     plan = steered(make_plan(case, source.spec, MACHINE, None), way.device_rows, way.prefill_tokens)
     with closing(base.load(engine.kind(way.engine).target)(plan)) as running:
         padding = running.cannot_pad() or ""

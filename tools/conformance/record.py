@@ -28,12 +28,8 @@ def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
     from zinfer import __version__
 
     document = {
-        row.subject.name: {
-            "family": row.family,
-            "verdict": row.verdict,
-            "padded": row.padded,
-            "skipped": row.skipped,
-            "tolerance": row.tolerance,
+        row.subject.name: {name: getattr(row, name) for name in ("family", "verdict", "padded", "skipped", "tolerance")}
+        | {
             "ways": {way: outcome.verdict for way, outcome in row.outcomes.items()},
             "why": {way: outcome.why for way, outcome in row.outcomes.items() if outcome.why},
         }
@@ -61,33 +57,29 @@ def counts(record: dict[str, Any], wrapper: bool = False) -> Counter[str]:
 def summary(record: dict[str, Any]) -> str:
     """Return one sentence with the counts."""
     types, wrappers = counts(record), counts(record, wrapper=True)
-    versions = record["versions"]
     return (
         f"{types['right']} of the {types.total()} types of causal language models that transformers "
-        f"{versions['transformers']} knows give the text of `generate` on each prompt alone; {types['refused']} are "
-        f"refused in one line, {types['differs'] + types['crash']} are wrong or crash. {wrappers['right']} of "
-        f"{wrappers.total()} "
-        "multimodal models that contain such a type do so, too."
+        f"{record['versions']['transformers']} knows give the text of `generate` on each prompt alone; "
+        f"{types['refused']} are refused in one line, {types['differs'] + types['crash']} are wrong or crash. "
+        f"{wrappers['right']} of {wrappers.total()} multimodal models that contain such a type do so, too."
     )
 
 
 def table(record: dict[str, Any]) -> str:
     """Return the generated part of ``docs/models.md``."""
-    right: dict[str, list[str]] = defaultdict(list)
-    left: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    partly: dict[str, list[str]] = defaultdict(list)
+    right, partly, left = (defaultdict[str, list[str]](list) for _ in range(3))
     for name, entry in sorted(record["types"].items()):
-        if entry["verdict"] != "right":
-            why = (entry["why"][way] for way, verdict in entry["ways"].items() if verdict == entry["verdict"])
-            left[entry["verdict"]].append((name, next(why)))
+        verdict, wrapper = entry["verdict"], name.endswith(WRAPPER)
+        shown = f"`{name.removesuffix(WRAPPER)}`{' (wrapper)' * wrapper}"
+        if verdict != "right":
+            why = next(entry["why"][way] for way, outcome in entry["ways"].items() if outcome == verdict)
+            left[verdict].append(f"| {shown} | {_cell(why)} |")
             continue
-        right["Inside multimodal models" if name.endswith(WRAPPER) else entry["family"]].append(_shown(name))
+        right["Inside multimodal models" if wrapper else entry["family"]].append(shown)
         if not entry.get("padded", True):
-            partly["padding: rows of one length share a micro-batch, other rows run beside them"].append(_shown(name))
-        refused = [way for way, verdict in entry["ways"].items() if verdict == "refused"]
-        if refused:
-            ways = "; ".join(record["ways"][way] for way in refused)
-            partly[ways].append(_shown(name))
+            partly["padding: rows of one length share a micro-batch, other rows run beside them"].append(shown)
+        if refused := [record["ways"][way] for way, outcome in entry["ways"].items() if outcome == "refused"]:
+            partly["; ".join(refused)].append(shown)
     lines = ["", summary(record), "", "| | |", "|---|---|"]
     families = [family for family in (*FAMILIES, "Inside multimodal models") if right[family]]
     lines += [f"| {family} ({len(right[family])}) | {', '.join(right[family])} |" for family in families]
@@ -96,13 +88,8 @@ def table(record: dict[str, Any]) -> str:
         lines += [f"| {ways} | {', '.join(names)} |" for ways, names in sorted(partly.items())]
     for verdict, title in LEFT.items():
         if left[verdict]:
-            lines += ["", f"### {title}", "", "| type | why |", "|---|---|"]
-            lines += [f"| {_shown(name)} | {_cell(why)} |" for name, why in left[verdict]]
+            lines += ["", f"### {title}", "", "| type | why |", "|---|---|", *left[verdict]]
     return "\n".join([*lines, ""])
-
-
-def _shown(name: str) -> str:
-    return f"`{name.removesuffix(WRAPPER)}`" + (" (wrapper)" if name.endswith(WRAPPER) else "")
 
 
 def _cell(why: str) -> str:

@@ -112,12 +112,9 @@ def _alone(model: PreTrainedModel, rows: list[list[int]], forced: Tensor | None 
     """Return each prompt's tokens and logits by `generate`. They follow `forced` ``[B, OUTPUT_LEN]``, if given."""
     tokens, logits = [], []
     for number, row in enumerate(rows):
-        token_ids, processors = torch.tensor([row]), LogitsProcessorList()
-        if forced is not None:
-            processors.append(_Forced(len(row), forced[number]))
-        output = model.generate(
-            input_ids=token_ids, attention_mask=torch.ones_like(token_ids), logits_processor=processors
-        )
+        ids, mask = torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64)
+        choice = LogitsProcessorList([] if forced is None else [_Forced(len(row), forced[number])])
+        output = model.generate(input_ids=ids, attention_mask=mask, logits_processor=choice)
         tokens.append(output.sequences[0, len(row) :])
         logits.append(torch.cat(output.logits).float())
     generated, scores = torch.stack(tokens), torch.stack(logits)

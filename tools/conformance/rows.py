@@ -32,22 +32,20 @@ def side_by_side(engine: Engine, reference: Reference) -> Tensor:
     return errors
 
 
-def _run(engine: Engine, reference: Reference, sets: Sequence[Sequence[int]], errors: Tensor) -> None:
+def _run(engine: Engine, reference: Reference, sets: Sequence[list[int]], errors: Tensor) -> None:
     """Run a micro-batch of each of `sets` of rows; enter their `errors`."""
     engine.clear()
-    works = []
+    works, tokens = [], reference.tokens.to(engine.device)
     for rows in sets:
         width = max(len(reference.prompts[row]) for row in rows)
-        pads = [width - len(reference.prompts[row]) for row in rows]
-        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
-        ids = torch.tensor([[0] * pad + reference.prompts[row] for pad, row in zip(pads, rows, strict=True)])
-        works.append(Work(engine.admit(mask, width + OUTPUT_LEN), ids.to(engine.device)))
+        ids = torch.tensor([[-1] * (width - len(reference.prompts[row])) + reference.prompts[row] for row in rows])
+        batch = engine.admit((ids >= 0).long(), width + OUTPUT_LEN)
+        works.append(Work(batch, ids.clamp(0).to(engine.device)))
     for step in range(OUTPUT_LEN):
         for rows, logits in zip(sets, engine.forward(works), strict=True):
             for index, row in enumerate(rows):
                 errors[row, step] = reference.error(row, step, logits[index, -1])
-        tokens = reference.tokens.to(engine.device)
-        works = [Work(work.batch, tokens[list(rows), step, None]) for rows, work in zip(sets, works, strict=True)]
+        works = [Work(work.batch, tokens[rows, step, None]) for rows, work in zip(sets, works, strict=True)]
     engine.clear()
 
 
@@ -58,10 +56,8 @@ def come_and_go(engine: Engine, reference: Reference, drafts: bool = False, kept
     With `drafts`, passes verify tokens of the reference, some of them replaced by wrong ones.
     """
     count, answers = len(reference.prompts), reference.tokens.tolist()
-    rows = [
-        sequence.Sequence(reference.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
-        for key in range(2 * count)
-    ]
+    lengths = [OUTPUT_LEN] * count + [SHORT] * count
+    rows = [sequence.Sequence(reference.prompts[key % count], most, key=key) for key, most in enumerate(lengths)]
     oracle = Oracle({row.key: (row.prompt_ids, answers[row.key % count]) for row in rows}, WRONG)
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
@@ -103,10 +99,8 @@ class _Watch:
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Return the logits of `works`, the reference's where rows use them."""
         batches = {id(batch.micro_batch): batch for batch in self._running.schedule.batches}
-        return [
-            self._checked(batches[id(work.batch)], work, logits.clone())
-            for work, logits in zip(works, self._forward(works), strict=True)
-        ]
+        outputs = zip(works, self._forward(works), strict=True)
+        return [self._checked(batches[id(work.batch)], work, logits.clone()) for work, logits in outputs]
 
     def _checked(self, batch: PlannedBatch, work: Work, logits: Tensor) -> Tensor:
         for index, row in enumerate(batch.rows):

@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -24,7 +23,6 @@ class Row(NamedTuple):
 
     subject: Subject
     outcomes: dict[str, Outcome]
-    seconds: float
     family: str = ""
     padded: bool = True  # rows of several lengths share a micro-batch
     skipped: int = 0  # prompts left out for what transformers does with each alone
@@ -33,57 +31,51 @@ class Row(NamedTuple):
     @property
     def verdict(self) -> Verdict:
         """Worst verdict of the ways; a refused way does not count if the model is right with its weights streamed."""
-        verdicts = [outcome.verdict for outcome in self.outcomes.values()]
-        if "all" in self.outcomes:
-            return self.outcomes["all"].verdict
-        for bad in ("crash", "differs"):
-            if bad in verdicts:
-                return bad
-        return "right" if all(self.outcomes[way].verdict == "right" for way in ("none", "cpu")) else "refused"
+        verdicts = {name: outcome.verdict for name, outcome in self.outcomes.items()}
+        if "all" in verdicts:
+            return verdicts["all"]
+        bad: tuple[Verdict, ...] = ("crash", "differs")
+        good: Verdict = "right" if verdicts["none"] == verdicts["cpu"] == "right" else "refused"
+        return next((verdict for verdict in bad if verdict in verdicts.values()), good)
 
 
 def run_all(subjects: Sequence[Subject], jobs: int, done: Callable[[Row], None]) -> list[Row]:
     """Compare `subjects`, `jobs` at a time; call `done` with each row; return the rows in order."""
-    context = multiprocessing.get_context("fork")  # transformers is imported once
-    waiting = list(enumerate(subjects))
-    running: dict[Connection, _Child] = {}
-    rows: dict[int, Row] = {}
+    waiting, running, rows = [*subjects], list[_Child](), dict[Subject, Row]()
     with TemporaryDirectory(prefix="zinfer-conformance-") as scratch:
         while waiting or running:
             while waiting and len(running) < jobs:
-                index, subject = waiting.pop(0)
-                child = _Child(index, subject, context, Path(scratch) / str(index))
-                running[child.end] = child
-            for end in wait(list(running), timeout=1.0):
-                running[end].receive()  # type: ignore[index]
-            for end, child in list(running.items()):
+                running.append(_Child(waiting.pop(0), Path(scratch)))
+            ready = wait([child.end for child in running], timeout=1.0)
+            for child in [*running]:
+                if child.end in ready:
+                    child.receive()
                 if child.finished():
-                    del running[end]
-                    rows[child.index] = child.row()
-                    done(rows[child.index])
-    return [rows[index] for index in range(len(subjects))]
+                    running.remove(child)
+                    rows[child.subject] = child.row()
+                    done(rows[child.subject])
+    return [rows[subject] for subject in subjects]
 
 
 class _Child:
     """Process that compares one subject, and the outcomes so far."""
 
-    def __init__(self, index: int, subject: Subject, context: ForkContext, scratch: Path) -> None:
-        self.index, self.subject, self.scratch = index, subject, scratch
+    def __init__(self, subject: Subject, scratch: Path) -> None:
+        context = multiprocessing.get_context("fork")  # transformers is imported once
+        self.subject = subject
         self.end, theirs = context.Pipe(duplex=False)
         self.outcomes: dict[str, Outcome] = {}
-        self.family, self.notes, self.open = "", dict[str, list[str]](), True
-        self.begun = time.monotonic()
-        self.process = context.Process(target=_work, args=(subject, scratch, theirs))
+        self.notes: dict[str, list[str]] = {name: [] for name in NOTES}
+        self.open, self.begun = True, time.monotonic()
+        self.process = context.Process(target=_work, args=(subject, scratch / subject.name, theirs))
         self.process.start()
         theirs.close()
 
     def receive(self) -> None:
         try:
             name, outcome = self.end.recv()
-            if name == "family":
-                self.family = outcome[1]
-            elif name in NOTES:
-                self.notes.setdefault(name, []).append(outcome[1])
+            if name in NOTES:
+                self.notes[name].append(outcome[1])
             else:
                 self.outcomes[name] = Outcome(*outcome)
         except EOFError:
@@ -101,24 +93,23 @@ class _Child:
 
     def _fill(self, why: str) -> None:
         """Record a crash for the current way and all later ones. Or for transformers, if there is no reference yet."""
-        if not self.notes:
+        if not self.notes["tolerance"]:
             self.outcomes.setdefault("all", Outcome("cannot be compared", f"transformers: {why}"))
         if "all" not in self.outcomes:
-            for name in WAYS:
-                self.outcomes.setdefault(name, Outcome("crash", why))
+            self.outcomes = {name: Outcome("crash", why) for name in WAYS} | self.outcomes
 
     def row(self) -> Row:
         self.end.close()
-        seconds, notes = time.monotonic() - self.begun, {name: self.notes.get(name, []) for name in NOTES}
-        skipped, tolerance = sum(map(int, notes["skipped"])), max(map(float, notes["tolerance"]), default=0.0)
-        return Row(self.subject, self.outcomes, seconds, self.family, not any(notes["padding"]), skipped, tolerance)
+        families, skipped, tolerances, paddings = (self.notes[name] for name in NOTES)
+        numbers = sum(map(int, skipped)), max(map(float, tolerances), default=0.0)
+        return Row(self.subject, self.outcomes, "".join(families[-1:]), not any(paddings), *numbers)
 
 
 def _work(subject: Subject, scratch: Path, end: Connection) -> None:
     """Compare in the child process, without output; exit without cleaning up the interpreter."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    for stream in (1, 2):
+        os.dup2(null, stream)
     torch.set_num_threads(1)
     scratch.mkdir()
     try:

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from tools.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET, WINDOW
 
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in the names of kinds of layers
 MAX_PARAMETERS = 20_000_000
+SCALED_FROM = "original_max_position_embeddings"  # position from which on queries are scaled
 # Lists with an item for each layer.
 KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "layers_num_experts", "indexer_types")
 TEXT = ("text", "decoder", "language", "llm", "global")  # words in the names of nested configurations
@@ -45,14 +43,11 @@ class Subject(NamedTuple):
 
 def subjects() -> list[Subject]:
     """Return every causal type of transformers, and wrappers around one."""
-    wrappers = [
-        name
-        for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        if name in CONFIG_MAPPING
-        and "text_config" in CONFIG_MAPPING[name].sub_configs
-        and MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
-    ]
-    return [*map(Subject, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *(Subject(name, wrapper=True) for name in wrappers)]
+    texts = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    others = [name for name in images if name in CONFIG_MAPPING and texts.get(name) != images[name]]
+    wrappers = [name for name in others if "text_config" in CONFIG_MAPPING[name].sub_configs]
+    return [*map(Subject, texts), *(Subject(name, wrapper=True) for name in wrappers)]
 
 
 def small_config(kind: str) -> PreTrainedConfig:
@@ -70,9 +65,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     try:
         return config_class()
     except Exception:
-        if config_class.model_type not in ADJUSTMENTS:
-            raise
-        return config_class(**ADJUSTMENTS[config_class.model_type])
+        return config_class(**ADJUSTMENTS.get(config_class.model_type, {}))
 
 
 def _kinds(config: PreTrainedConfig) -> set[str]:
@@ -114,13 +107,9 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
         half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         third = -(-half // 3)
         settings["rope_parameters"] = rope | {"mrope_section": [third, third, half - 2 * third]}
-    rope = settings.get("rope_parameters") or _value(default, "rope_parameters") or {}
-    if (
-        "rope_parameters" not in adjusted
-        and rope.get("original_max_position_embeddings")
-        and (rope.get("rope_type") != "longrope")
-    ):  # queries are scaled from this position on
-        settings["rope_parameters"] = dict(rope) | {"original_max_position_embeddings": WINDOW}
+    rope, scaled_from = settings.get("rope_parameters") or _value(default, "rope_parameters") or {}, SCALED_FROM
+    if "rope_parameters" not in adjusted and rope.get(scaled_from) and rope.get("rope_type") != "longrope":
+        settings["rope_parameters"] = dict(rope) | {scaled_from: WINDOW}
     overrides = default.to_dict().get("per_layer_config")
     if overrides and "layer_types" in settings:
         settings["per_layer_config"] = _per_layer(default, overrides, settings)
@@ -193,17 +182,17 @@ def randomise(model: PreTrainedModel, gain: float) -> None:
     fixed: set[int] = set()  # tables of sines and cosines: rotary keys keep their distances by these alone
     scales: set[int] = set()  # scales of norms: all one, or all zero if the module adds one
     for module in model.modules():
-        weight = getattr(module, "weight", None)
+        weight, kind = getattr(module, "weight", None), type(module).__name__
         if not isinstance(weight, nn.Parameter):
             continue
         if isinstance(module, nn.Embedding) and not weight.requires_grad:
             fixed.add(id(weight))
         elif isinstance(module, nn.Embedding):
             std[id(weight)] = EMBEDDING_STD
-        elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            inputs[id(weight)] = 0 if type(module).__name__ == "Conv1D" else -1
+        elif isinstance(module, nn.Linear) or kind == "Conv1D":
+            inputs[id(weight)] = 0 if kind == "Conv1D" else -1
             std.setdefault(id(weight), gain * max(1, weight.shape[inputs[id(weight)]]) ** -0.5)
-        elif "norm" in type(module).__name__.lower() and weight.dim() == 1 and bool((weight == weight[0]).all()):
+        elif "norm" in kind.lower() and weight.dim() == 1 and bool((weight == weight[0]).all()):
             scales.add(id(weight))
     if (words := getattr(model.get_input_embeddings(), "weight", None)) is not None:
         std[id(words)] = WORD_STD

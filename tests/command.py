@@ -58,6 +58,14 @@ def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> Compl
     return CompletedProcess(["zinfer", *words], code, printed.read(), errors.read())
 
 
+def ran(folder: Path, *words: str, code: int = 0, says: str = "") -> CompletedProcess[str]:
+    """Run `zinfer` in this process; it ends with `code`, and `says` something on stderr."""
+    done = zinfer(folder, *words)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    return done
+
+
 def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
     """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
     probed(folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import zinfer
+from tests.command import ran
 from tests.inline import MACHINE, FakeWorker
 from zinfer.commands import options
 from zinfer.commands.sweep import _measure
@@ -247,23 +247,13 @@ def test_a_damaged_point_is_measured_again(output: Path, alone: Path) -> None:
 @pytest.mark.torch
 def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1,2", "-o", "out.jsonl"]
-    assert zinfer(folder, *words[:-1], "alone.jsonl").returncode == 0
-    first = zinfer(folder, *words, "--shard", "1/2")
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.strip() == "out-00001-of-00002.part"
-    early = zinfer(folder, *words, "--merge")
-    assert early.returncode == 6
-    assert "run --shard 2/2" in early.stderr
-    refused = zinfer(folder, *words, "--shard", "1/2")
-    assert refused.returncode == 2
-    assert "--resume goes on with it" in refused.stderr
-    again = zinfer(folder, *words, "--shard", "1/2", "--resume")
-    assert again.returncode == 0
-    assert again.stderr.count("[recorded]") == 2
-    assert zinfer(folder, *words, "--shard", "2/2").returncode == 0
-    merged = zinfer(folder, *words, "--merge")
-    assert merged.returncode == 0, merged.stderr
-    assert merged.stdout.strip() == "out.jsonl"
+    ran(folder, *words[:-1], "alone.jsonl")
+    assert ran(folder, *words, "--shard", "1/2").stdout.strip() == "out-00001-of-00002.part"
+    ran(folder, *words, "--merge", code=6, says="run --shard 2/2")
+    ran(folder, *words, "--shard", "1/2", code=2, says="--resume goes on with it")
+    assert ran(folder, *words, "--shard", "1/2", "--resume").stderr.count("[recorded]") == 2
+    ran(folder, *words, "--shard", "2/2")
+    assert ran(folder, *words, "--merge").stdout.strip() == "out.jsonl"
     ours, theirs = read(folder / "out.jsonl"), read(folder / "alone.jsonl")
     assert [point.case for point in ours.points] == [point.case for point in theirs.points]
     assert {point.status for point in ours.points} == {"ok"}
@@ -274,6 +264,5 @@ def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> 
 def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1", "--offload", "none", "-o", "out.jsonl"]
     for more in (("--shard", "1/2"), ("--shard", "2/2"), ("--merge",)):
-        done = zinfer(folder, *words, *more)
-        assert done.returncode == 0, done.stderr
+        ran(folder, *words, *more)
     assert len(read(folder / "out.jsonl").points) == 1

@@ -308,20 +308,18 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     none = invoke(*words, "latency,timeline")
     assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
     assert mentions(none.stderr, "timeline", "`zinfer sweep`")
-    unknown = invoke(*words, "gantt")
-    assert (unknown.exit_code, "choose from throughput, latency" in unknown.stderr) == (2, True)
+    (tmp_path / "occupied").write_text("")
+    for wrong, code, message in (
+        ([*words, "gantt"], 2, "choose from throughput, latency"),
+        (["plot", results, "--format", "pdf"], 2, "choose from png, svg"),
+        (["plot", results, "-o", tmp_path / "occupied"], 5, "cannot write"),
+    ):
+        refused = invoke(*wrong)
+        assert (refused.exit_code, message in refused.stderr) == (code, True)
     with Store.open(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[1])
     done = invoke(*words, "timeline")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
-
-
-def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
-    done = invoke("plot", results, "--format", "pdf")
-    assert (done.exit_code, "choose from png, svg" in done.stderr) == (2, True)
-    (tmp_path / "occupied").write_text("")
-    done = invoke("plot", results, "-o", tmp_path / "occupied")
-    assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.command import zinfer
+from tests.command import ran
 from tests.test_batch_command import line
 from zinfer.job.batch.ledger import Ledger, job_path, merge
 from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
@@ -21,6 +21,7 @@ CONTENT = "".join(line(f"r{number}", prompt="x", max_tokens=2) for number in ran
 REQUESTS = read_requests(CONTENT)
 PROMPTS = digest(CONTENT)
 SHARDS = Shard.all(TOTAL)
+MERGE = ["batch", "prompts.jsonl", "-o", "out.jsonl", "--merge"]
 
 
 @given(st.integers(0, 40), st.integers(1, 50))
@@ -150,15 +151,11 @@ def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
     prompts = [line(f"p{size}", prompt="ab" * size, max_tokens=size, temperature=0) for size in range(1, 6)]
     (folder / "prompts.jsonl").write_text("".join([*prompts[:2], "broken\n\n", *prompts[2:]]))
     job = ["batch", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--dtype", "fp32", "-o"]
-    assert zinfer(folder, *job, "whole.jsonl").returncode == 3
-    assert zinfer(folder, *job, "out.jsonl", "--shard", "1/2").returncode == 3
-    early = zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge")
-    assert early.returncode == 6
-    assert "run --shard 2/2" in early.stderr
-    assert zinfer(folder, *job, "out.jsonl", "--shard", "2/2").returncode == 0
-    merged = zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge")
-    assert merged.returncode == 3, merged.stderr
-    assert "5 answers and 1 error in out.jsonl" in merged.stderr
+    ran(folder, *job, "whole.jsonl", code=3)
+    ran(folder, *job, "out.jsonl", "--shard", "1/2", code=3)
+    ran(folder, *MERGE, code=6, says="run --shard 2/2")
+    ran(folder, *job, "out.jsonl", "--shard", "2/2")
+    ran(folder, *MERGE, code=3, says="5 answers and 1 error in out.jsonl")
 
     def answers(name: str) -> dict[str, Any]:
         records = map(json.loads, (folder / name).read_text().splitlines())
@@ -166,18 +163,12 @@ def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
 
     assert answers("out.jsonl") == answers("whole.jsonl")
     assert [record["custom_id"] for record in answers("out.jsonl").values()] == ["p1", "p2", None, "p3", "p4", "p5"]
-    again = zinfer(folder, *job, "out.jsonl")
-    assert again.returncode == 3
-    assert "tok/s" not in again.stderr
-    more = zinfer(folder, "batch", "prompts.jsonl", "-o", "none.jsonl", "-m", "bloom-tiny", "--merge")
-    assert more.returncode == 2
-    assert "--model is not for --merge" in more.stderr
+    assert "tok/s" not in ran(folder, *job, "out.jsonl", code=3).stderr
+    ran(folder, *MERGE, "-m", "bloom-tiny", code=2, says="--model is not for --merge")
 
 
 def test_a_shard_without_a_request_is_whole(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(line("a", prompt="x", max_tokens=2))
-    words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--shard"]
-    for shard in ("1/2", "2/2"):
-        done = zinfer(folder, *words, shard)
-        assert done.returncode == 0, done.stderr
-    assert zinfer(folder, "batch", "prompts.jsonl", "-o", "out.jsonl", "--merge").returncode == 0
+    job = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"]
+    for words in ([*job, "--shard", "1/2"], [*job, "--shard", "2/2"], MERGE):
+        ran(folder, *words)

@@ -136,8 +136,11 @@ def slaughter(
     stored: Callable[[Path], list[bytes]],
     work: Callable[[Path, Callable[[bytes], object]], object],
 ) -> tuple[int, int]:
-    """Kill `work` on a file, `kills` times, and go on with another file when one has `whole` records; return the number
-    of whole files and of records found. Exit with a message if a record that was reported is lost, or one doubled."""
+    """Kill `work` on a file, `kills` times; return what was whole.
+
+    Another file follows when one has `whole` records. Returns the number of whole files and of records found. Exits
+    with a message if a record that was reported is lost, or one doubled.
+    """
     finished, reported = 0, set[bytes]()
 
     def file() -> Path:

@@ -42,7 +42,7 @@ def line(prompt: str, max_tokens: int | None = 40, **body: Any) -> bytes:
 
 
 def completion(name: str, body: dict[str, Any], chat: bool = False) -> bytes:
-    """Return a line of a batch, of a request for a text or an answer in a chat."""
+    """Return a line of a batch: a request for a text or a chat."""
     url = "/v1/chat/completions" if chat else "/v1/completions"
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
 

@@ -36,7 +36,7 @@ def request_point(**fields: Any) -> RequestPoint:
 
 
 def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:
-    """Return a usable point whose decode steps take about `step_s`, or one of another `status` without samples."""
+    """Return a point whose decode steps take about `step_s`. One of another `status` has no samples."""
     noise, workload, samples = random.Random(str(asked)), asked.workload, dict[str, Any]()
     if fields.get("status", "ok") == "ok":
         prefill_s = max(step_s, workload.batch_size * workload.input_len / 9000)

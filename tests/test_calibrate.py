@@ -89,7 +89,7 @@ def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """Of all that was measured of a model, lengths and machine it loses 6% at most. Equal loads differ by as much."""
+    """It loses 6% at most of what was measured. Equal loads differ by as much."""
     groups = defaultdict[tuple[object, ...], list[PredictedPoint]](list)
     for row in rows:
         if row.error("tok_s") is not None:

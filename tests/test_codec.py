@@ -403,7 +403,7 @@ def guarded(size: int) -> Tensor:
 
 
 def main(path: Path) -> None:
-    """Save what the kernels make of `CASES`, of experts, of `MATRICES`, and of damaged data."""
+    """Save what the kernels make of cases, experts, matrices and damaged data."""
     from zinfer.engine.stream.weights import decode as kernel
     from zinfer.engine.stream.weights.expand import launch_coded
 

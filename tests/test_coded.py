@@ -72,7 +72,7 @@ def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: A
 
 
 def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, Tensor], set[str]]:
-    """Return a model's entries as loaded, and the names of those sent coded, with the same values."""
+    """Return a model's entries as loaded, and names of those sent coded."""
     state = ModelState(spec, load_format)
     plain, coded = {name: tensor.clone() for name, tensor in state.load(CPU)}, set[str]()
     sent = []

@@ -191,7 +191,7 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """With slow CPU attention, it is neither a power of two nor the largest. Whole rows make rates a little uneven."""
+    """It is neither a power of two nor the largest. Whole rows make rates a little uneven."""
     machine, slice_ = linked(55e9, attention_bandwidth=24e9, host_bytes=128 << 30), BLOOM.slice(14)
     case = asked(options={"kv_attention": "cpu", "kv_offload": "auto", "weight_codec": codec}, layers=14)
     best = Planner(case, slice_, machine, GOOD).best(case.workload)
@@ -206,7 +206,7 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """Where it is scarce, the CPU gets its share and the link a twentieth less. Fewer cores take nothing from it."""
+    """Scarce, it leaves the CPU its share, the link a twentieth less. Fewer cores take nothing from it."""
     machine = linked(50e9, attention_bandwidth=100e9, host_bytes=800 << 30, details={"host": {"cores": 32}})
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
     case = asked(batch_size=64, options=ON_CPU)
@@ -340,7 +340,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
-    """Products hold the hidden values, gate and up, the activation of the gate, and their product."""
+    """Products hold hidden values, gate and up, their activation, their product."""
     spec = resolve.resolve(name)
     assert spec.experts_per_token == factor
     rows = factor * (4 * spec.ffn_size + spec.hidden_size)

@@ -149,7 +149,7 @@ def test_models_that_cannot_forget_are_refused(name: str, kind: Any) -> None:
 
 
 def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    """Rows are sampled or greedy, end and stop inside drafts, and ask for log-probabilities; each token has a tie."""
+    """Rows are sampled or greedy, end and stop inside drafts. They ask for log-probabilities; each token has a tie."""
     small(monkeypatch)
     engine: Any = load("stream", checkpoint("llama"), "cpu")
     with torch.inference_mode():

@@ -64,7 +64,7 @@ def load(directory: Path, experts: str = "on-demand", share: str | None = None, 
 
 
 def poisoned(loaded: Any) -> None:
-    """Fill the layer buffer with NaN before each pass and each call of experts. Only what is brought may be read."""
+    """Fill the layer buffer with NaN before passes and calls of experts. Only what is brought may be read."""
     pool = loaded._pool
 
     def after_nan(call: Callable[..., None]) -> Callable[..., None]:

@@ -65,7 +65,7 @@ TURNS = 4  # copies that come too late show at some time
 
 
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Return the logits of one batch under teacher forcing, ``[steps, B, V]`` on the CPU."""
+    """Return a batch's logits under teacher forcing: ``[steps, B, V]``, on the CPU."""
     outputs = [prefill(engine, *prompts(lengths), reserve=OUTPUT_LEN)]
     outputs += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
     return torch.stack(outputs).float().cpu()

@@ -323,8 +323,11 @@ def test_graphs_that_are_of_no_use_are_given_up(
 def test_rounding_that_grows_in_a_model_is_no_difference(
     wrong: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """Static passes whose logits are a twentieth off, as where a token gets other experts in the last layer. They are
-    not believed if they see every other position only, have other experts in each layer, or record other logits."""
+    """Static passes may be a twentieth off.
+
+    So they are where a token gets other experts in the last layer. They are not believed if they see every other position only, have other experts in
+    each layer, or record other logits.
+    """
     tune(monkeypatch, may_differ=0.5, observed=2)  # the model has two layers, the batches three rows
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
     layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static

@@ -245,7 +245,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
 def test_rows_in_8_bits_share_a_forward_pass(
     architecture: str, device_rows: int, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    """A row's keys or values in the model's type are freed before the next row's are made."""
+    """Dequantised keys of a row are freed before the next row's."""
     quantized_rows = device_rows < 9
     if quantized_rows:
         keep_here(monkeypatch, device_rows)

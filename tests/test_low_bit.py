@@ -296,7 +296,7 @@ def run(engine: Any) -> Tensor:
 
 @pytest.fixture
 def int4(made: Callable[[str], Path], kernel: Kernel) -> tuple[Any, Tensor]:
-    """Load an engine that reads codes, and return the tokens of unpacked weights with it."""
+    """Load an engine that reads codes; return it and tokens of unpacked weights."""
     expected = run(start(made("int4 groups"), kernel=False))
     return start(made("int4 groups")), expected
 

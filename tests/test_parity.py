@@ -68,7 +68,7 @@ def plan_of(
     gpu_weights: str | None = None,
     **options: Option,
 ) -> Plan:
-    """Plan a load of the checkpoint in a folder, or of a model; `sizes` are rows, prompt tokens and output tokens."""
+    """Plan a load of a checkpoint folder, or of a model. `sizes` are rows, prompt tokens and output tokens."""
     spec = resolve.from_directory(model).with_dtype(dtype) if isinstance(model, Path) else model
     case = Case(
         model=str(model) if isinstance(model, Path) else model.name, engine=name, offload=offload, dtype=spec.dtype,

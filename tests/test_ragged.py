@@ -115,7 +115,7 @@ def test_layers_of_other_kinds_join_or_not(
 
 
 def odd(change: str, **option: Any) -> Any:
-    """Return attention that gets what no model of ours gives, or is left out in a layer."""
+    """Return attention with unknown arguments, or left out in a layer."""
     real = attention.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, given: Any, **options: Any) -> Any:

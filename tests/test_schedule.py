@@ -597,7 +597,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(
     merged, seen = 0, set[int]()
 
     def placed(*how: Any) -> tuple[list[PlannedWork], float]:
-        """Run a pass, and place new batches as an engine does, which fills its device first."""
+        """Run a pass; place new batches on the device first, as engines do."""
         nonlocal merged, seen
         before = [batch for batch in schedule.batches if batch.on_host]
         done = run(*how)

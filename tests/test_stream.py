@@ -108,7 +108,7 @@ def ring_of(
 
 
 def same(layers: list[Layer], tensors: list[dict[str, Tensor]]) -> bool:
-    """Call the layers, and tell whether each sees its own weights, bit by bit."""
+    """Call the layers; tell whether each sees its own weights."""
     seen = (bits.contiguous().view(torch.uint8) for layer in layers for _, bits in sorted(layer().items()))
     wanted = (bits.contiguous().view(torch.uint8) for each in tensors for _, bits in sorted(each.items()))
     return equal(seen, wanted)

@@ -156,7 +156,7 @@ class Fallback:
     ],
 )
 def test_pieces_wait_for_whole_characters(tokenizer: Any, tokens: list[int], texts: list[str]) -> None:
-    """They go on where a tokenizer takes characters back, and end with what is left of one."""
+    """They go on where a tokenizer takes characters back. They end with what is left of one."""
     sequence, shown = Sequence([1], 9), []
     for token in tokens:
         sequence.output_ids.append(token)

@@ -72,7 +72,7 @@ def by_schema(schema: dict[str, Any]) -> str:
 
 @pytest.fixture
 def finish(engine: Engine, tokenizer: Tokenizer) -> Callable[..., list[Row]]:
-    """Return a function that runs rows, which come in these groups, to their ends."""
+    """Return a function that runs rows of these groups to their ends."""
     return lambda *groups: run(ContinuousScheduler(engine, tokenizer, LOAD), list(groups))
 
 

@@ -325,8 +325,8 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
 ) -> None:
     """Static passes may be a twentieth off.
 
-    So they are where a token gets other experts in the last layer. They are not believed if they see every other position only, have other experts in
-    each layer, or record other logits.
+    So they are where a token gets other experts in the last layer. They are not believed if they see every other
+    position only, have other experts in each layer, or record other logits.
     """
     tune(monkeypatch, may_differ=0.5, observed=2)  # the model has two layers, the batches three rows
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)

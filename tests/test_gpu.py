@@ -108,13 +108,16 @@ def test_a_limit_of_the_gpu_memory_holds() -> None:
     """A process of its own, for the limit is its allocator's."""
     code = """
 import torch
+from types import SimpleNamespace
 from zinfer.core.machine import Machine
 from zinfer.engine import gpu_memory
 total = torch.cuda.mem_get_info()[1]
 whole = Machine(name="x", source="measured", gpu_count=1, gpu_bytes=total)
-gpu_memory.limit(whole)
+def limit(machine):
+    gpu_memory.limit(SimpleNamespace(machine=machine, gpu=SimpleNamespace(overhead=600 << 20)))
+limit(whole)
 assert gpu_memory.free_and_total()[1] == total
-gpu_memory.limit(whole.limited(3 << 30))
+limit(whole.limited(3 << 30))
 held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 free, limited = gpu_memory.free_and_total()
 assert 1 << 30 < free <= limited - (1 << 30) < 2 << 30

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests import Patch, invoke, mentions
+from tests.results import case
 from zinfer.analysis.economics import list_prices
+from zinfer.checkpoint.resolve import resolve
 from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue, limit_of, override
+from zinfer.plan.planner import make_plan
 from zinfer.system import machines as machines
 from zinfer.system.machines import load
 
@@ -159,3 +162,22 @@ def test_a_limit_is_another_machine_and_changes_the_plan(monkeypatch: Patch) -> 
     refused = invoke(*sweep, "--engine", "stream,llama-server", "--gpu-memory", "24GB")
     assert refused.exit_code == 2
     assert "does not reach llama-server" in refused.stderr
+
+
+@pytest.mark.torch
+def test_a_limit_leaves_what_a_process_has_not_taken(monkeypatch: Patch) -> None:
+    from zinfer.engine import gpu_memory
+
+    total, set_to, plan = 141 << 30, [1.0], make_plan(case(1), resolve("opt-30b"), load("h200"))
+    cuda = {
+        "mem_get_info": lambda: (total - (7 << 30), total), "memory_reserved": lambda: 5 << 30,
+        "set_per_process_memory_fraction": set_to.append, "get_per_process_memory_fraction": lambda: set_to[-1],
+    }  # fmt: skip
+    for name, function in cuda.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", function)
+    gpu_memory.limit(plan)
+    assert gpu_memory.free_and_total() == (total - (7 << 30), total)
+    gpu_memory.limit(plan.model_copy(update={"machine": plan.machine.limited(24 << 30)}))
+    free, allowed = gpu_memory.free_and_total()
+    assert allowed == pytest.approx((24 << 30) - plan.gpu.overhead, abs=9)
+    assert free == allowed - (5 << 30)

@@ -77,7 +77,7 @@ class Engine(ABC, Generic[B]):
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
-            gpu_memory.limit(plan.machine)
+            gpu_memory.limit(plan)
         self.expected: Workload | None = None
         self.batches: list[B] = []  # micro-batches admitted and not retired
 

@@ -1,20 +1,18 @@
 """GPU memory of this process: all, or as much as `--gpu-memory` allows.
 
-PyTorch's allocator holds the limit, and so is the only place that knows it. What it does not allocate, as the CUDA
-context, is taken for `ALLOWANCES.context_bytes`; so is memory that TensorRT allocates for itself not limited.
+PyTorch's allocator holds the limit, and so is the only place that knows it. It does not allocate the CUDA context, for
+which plans have an allowance, nor what TensorRT takes for itself, which is not limited.
 """
 
 import torch
 
-from zinfer.core.machine import Machine
-from zinfer.plan.bytes import ALLOWANCES
+from zinfer.plan.planner import Plan
 
 
-def limit(machine: Machine) -> None:
-    """Hold this process to the GPU memory of a limited `machine` (`Machine.limited`)."""
-    if "gpu_bytes" in machine.overridden:
-        total = torch.cuda.mem_get_info()[1]
-        share = max(0, machine.gpu_bytes - ALLOWANCES.context_bytes) / total
+def limit(plan: Plan) -> None:
+    """Hold this process to the GPU memory of a limited machine (`Machine.limited`)."""
+    if "gpu_bytes" in plan.machine.overridden:
+        share = max(0, plan.machine.gpu_bytes - plan.gpu.overhead) / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 

@@ -1,6 +1,7 @@
 """Own quantisation: codes and scales equal those of compressed-tensors, and are read as any released checkpoint."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,17 @@ def logits(model: Any) -> Tensor:
     with torch.inference_mode():
         output: Tensor = model.eval()(token_ids, attention_mask=mask).logits[:, -1]
     return output
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_stored_share_is_known_whatever_layers_are_called(known: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+    source = save_config(tmp_path / "m", "bert", is_decoder=True)  # layers in `encoder.layer`
+    assert pack("-m", source, "--weights", "int8", "-o", tmp_path / "copy").exit_code == 0
+    if not known:
+        monkeypatch.setattr("zinfer.checkpoint.resolve.LAYER_INDEX", re.compile("never"))
+    spec = from_directory(tmp_path / "copy")
+    assert 0.2 < spec.stored_ratio < 0.7
+    assert spec.form_ratio >= 1
 
 
 @pytest.mark.parametrize(

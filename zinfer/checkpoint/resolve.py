@@ -169,6 +169,7 @@ def from_directory(path: Path) -> ModelSpec:
     if stored == checkpoint.tensors:
         return spec
     inside = {t: i for t, i in checkpoint.tensors.items() if _layer(t) in every and not is_ignored_tensor(t)}
+    inside = inside or dict(checkpoint.tensors)  # layers of other names
     fp8 = sum(info.nbytes for tensor, info in inside.items() if tensor in stored and info.dtype == quantization.FP8)
     sizes = {tensor: info.nbytes * gguf.HELD.get(info.dtype, 1) for tensor, info in inside.items()}
     form, held = sum(info.nbytes * gguf.FORMS.get(info.dtype, 1) for info in inside.values()), sum(sizes.values())

@@ -49,7 +49,7 @@ _TRANSFORMED_KEYS = {
 }  # fmt: skip
 ATTEND_THEMSELVES = frozenset(_WITHOUT_INTERFACE | _TRANSFORMED_KEYS)
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
-LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
+LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers?|h|blocks|blk)\.(\d+)\.")
 
 
 class ModelError(ZinferError):

@@ -137,6 +137,13 @@ def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
         assert all(path.name in everything.stdout for path in shipped.iterdir())
 
 
+def test_a_limit_of_this_machine_is_this_machine(shipped: Path) -> None:
+    with Store.open(shipped / "mine" / "c.jsonl") as store:
+        store.append(point(case(4), machine="mine-gpu-24-gb"))
+        store.append(point(case(4), machine="mine-2-gpu-24-gb"))
+    assert machines() == ["mine-gpu-24-gb"]
+
+
 def test_machines_are_asked_for_by_name(shipped: Path) -> None:
     assert machines("--machine", "nvidia-h200") == ["nvidia-h200"], "the very name"
     assert machines("--machine", "nvidia-h200-") == ["nvidia-h200-16-cores"], "the beginning of one"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests import Patch, invoke, mentions
-from tests.results import case
+from tests.results import case, point
+from zinfer.analysis import reproduce
 from zinfer.analysis.economics import list_prices
+from zinfer.analysis.rates import offload_verdicts
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue, limit_of, override
 from zinfer.plan.planner import make_plan
@@ -159,6 +161,9 @@ def test_a_limit_is_another_machine_and_changes_the_plan(monkeypatch: Patch) -> 
     fits, short = (invoke(*sweep, *more).stdout for more in ([], ["--gpu-memory", "24GB"]))
     assert "24.0 GB" not in fits
     assert mentions(short, "h100-80gb-gpu-24-gb", "24.0 GB")
+    asked = point(case(8), machine=small.name)
+    for command in (*reproduce.commands(asked), offload_verdicts([asked])[0].text.strip("`")):
+        assert "--gpu-memory 24GB" in command
     refused = invoke(*sweep, "--engine", "stream,llama-server", "--gpu-memory", "24GB")
     assert refused.exit_code == 2
     assert "does not reach llama-server" in refused.stderr

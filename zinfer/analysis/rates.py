@@ -136,7 +136,7 @@ def _verdict(engine: str | None, offload: Offload, using: Points, without: Point
         point = ours or using[0]
         path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
         case = point.case.model_copy(update={"offload": "none", "gpu_weights": None, "options": ()})
-        command, _ = reproduce.case_commands(case, batch_size="1,8,auto", output=path)
+        command, _ = reproduce.case_commands(case, None, "1,8,auto", path, point.machine)
         text = f"fits on the GPU: not measured; measure it with `{command}`"
     elif ours is None:
         text = f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."

@@ -12,17 +12,18 @@ from zinfer.record.measurement import Measurement
 
 def commands(point: Point) -> tuple[str, str]:
     """Return shell commands that repeat a measurement and use its configuration."""
-    both = case_commands(point.case, None if isinstance(point, Measurement) else point.requests)
-    if (limit := limit_of(point.machine)) is None:
-        return both
-    again, use = (f"{command} --gpu-memory {limit}" for command in both)
-    return again, use
+    requests = None if isinstance(point, Measurement) else point.requests
+    return case_commands(point.case, requests, machine=point.machine)
 
 
 def case_commands(
-    case: Case, requests: RequestLoad | None = None, batch_size: object = None, output: str = "again.jsonl"
+    case: Case,
+    requests: RequestLoad | None = None,
+    batch_size: object = None,
+    output: str = "again.jsonl",
+    machine: str = "",
 ) -> tuple[str, str]:
-    """Return the `commands` of a case, or of a load of requests.
+    """Return the `commands` of a case, or of requests, on `machine`.
 
     The first writes a file, for `zinfer compare`. The second is `zinfer serve` for requests that arrive at a rate, else
     `zinfer batch`, with the whole model. The best batch size of a slice, and weights that all stay on the GPU, are the
@@ -31,6 +32,7 @@ def case_commands(
     load, settings, batch_size = case.workload, _settings(case), batch_size or case.workload.batch_size
     model, offload = ["--model", case.model, "--engine", case.engine], ["--offload", case.offload]
     more = ["--dtype", case.dtype, *(["--nvme-path", "FOLDER"] if case.offload == "nvme" else [])]
+    more += ["--gpu-memory", limit] if (limit := limit_of(machine)) else []
     again = ["zinfer", "sweep", *model, *offload, *more]
     use = ["zinfer", "batch", "prompts.jsonl", "-o", "answers.jsonl"]
     if requests is None:

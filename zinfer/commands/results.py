@@ -77,7 +77,9 @@ class Chosen(NamedTuple):
         if self.machines is None:
             return names
         exact = {asked for asked in self.machines if asked in names}
-        begun = tuple(asked for asked in self.machines if asked not in exact and not self.this_machine)
+        begun = tuple(asked for asked in self.machines if asked not in exact)
+        if self.this_machine:  # and with a part of its GPU's memory (`Machine.limited`)
+            begun = tuple(f"{asked}-gpu-" for asked in self.machines)
         return [name for name in names if name in exact or name.startswith(begun)]
 
 

@@ -142,22 +142,19 @@ def made(
 ) -> tuple[CpuExperts, dict[str, Tensor]]:
     """Return packed experts of a format, ready to compute, and their values."""
     make, form = FORMATS[name]
-    (count, hidden, inner), turned = size, bool(module.is_transposed)
+    (count, hidden, inner), transposed = size, bool(module.is_transposed)
     tensors, coded = dict[str, Any](), dict[str, Any]()
     values, entries = dict[str, Tensor](), dict[str, Entry]()
     for leaf, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-        shape = (columns, rows) if turned else (rows, columns)
-        block = form.get("block", (1, 1))
-        turned_form = form | {"block": (block[1], block[0])} if turned and form else form
-        if not turned and block[0] > 1:  # blocks do not reach from one expert to the next
-            turned_form = form | {"block": (min(block[0], rows), block[1])}
-            if rows % turned_form["block"][0]:
-                turned_form = form | {"block": (4, block[1])}
-        if turned and columns % max(1, min(block[1], columns)):
-            turned_form = form | {"block": (4, 1)}
-        values[leaf], codes = make(count, *shape, dtype, **turned_form)
-        (coded if codes else tensors)[leaf] = codes or values[leaf]
-        entries[leaf] = Entry((leaf,), ((module, leaf),), torch.empty(count, *shape, dtype=dtype, device="meta"), 0)
+        height, width = form.get("block", (1, 1))
+        if height > 1:  # blocks do not reach from one expert to the next
+            height = min(height, rows) if rows % min(height, rows) == 0 else 4
+        stored, codes = make(count, rows, columns, dtype, **form | ({"block": (height, width)} if form else {}))
+        values[leaf] = stored.mT.contiguous() if transposed else stored
+        coded |= {leaf: [replace(part, transposed=transposed) for part in codes]} if codes else {}
+        tensors |= {} if codes else {leaf: values[leaf]}
+        shape = values[leaf].shape
+        entries[leaf] = Entry((leaf,), ((module, leaf),), torch.empty(shape, dtype=dtype, device="meta"), 0)
         if module.has_bias:
             bias = torch.randn(count, rows, generator=torch.Generator().manual_seed(rows)).to(dtype)
             tensors[f"{leaf}_bias"] = values[f"{leaf}_bias"] = bias
@@ -225,7 +222,7 @@ def test_experts_are_exact_in_every_format(name: str, tokens: int, fast: bool) -
     check(Swiglu(), name, "super" if "_K" in name else "whole", torch.bfloat16, tokens, fast and name != "e5m2")
 
 
-def test_turned_experts_with_biases_are_exact(fast: bool) -> None:
+def test_experts_of_gpt_oss_with_biases_are_exact(fast: bool) -> None:
     for tokens in (1, 7, 32):
         check(Clamped(), "mxfp4", "whole", torch.bfloat16, tokens, fast)
 
@@ -345,7 +342,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
     def multiply_pairs(self: Double, states: Tensor, experts: Tensor, _aligned: object) -> Tensor:
         rows = states.repeat_interleave(experts.numel() // len(states), 0)
-        matrices = self._values[experts.flatten()]
+        matrices = self.values[experts.flatten()]
         return self.kernel(lambda: (matrices @ rows[..., None])[:, None, :, 0])
 
     monkeypatch.setattr(Double, "multiply_pairs", multiply_pairs)

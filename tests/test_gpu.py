@@ -434,7 +434,6 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str) -> None:
     matrix.unpack(unpacked)
     print(f"{name}, unpacked: error {error(unpacked, weights):.1e}")
     assert error(unpacked, weights) < (0.008 if codes.minimums else 0.004)
-    weights = weights.transpose(-1, -2) if form.transposed else weights
     for count in (1, 3, 16, 64, 300) if name in test_low_bit.CASES else (1, 3, 16):
         states = torch.randn((count, form.columns), generator=dice, device="cuda").to(dtype)
         if not form.experts:

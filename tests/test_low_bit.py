@@ -64,7 +64,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "experts in Q4_K": ((3, 96, 256), "Q4_K"),
     "experts in Q5_K": ((3, 96, 256), "Q5_K"),
     "experts in Q6_K": ((3, 96, 256), "Q6_K"),
-    "experts with rows of inputs": ((3, 64, 96), 4, "e2m1", (6, 96), (32, 1), torch.uint8, "e8m0", BF16, {}),
 }
 
 
@@ -153,8 +152,6 @@ def test_a_form_stands_for_the_values_of_its_codes(name: str, count: int) -> Non
     form = form_of(parts_of(codes, count), shape, dtype)
     assert form is not None
     expected = expand(codes, dtype).view(shape)
-    expected = expected.transpose(-1, -2) if form.transposed else expected
-    assert form.transposed == ("inputs" in name)
     assert (form.experts, form.rows, form.columns) == (shape[0] if len(shape) == 3 else 0, *expected.shape[-2:])
     values = values_of(form)
     equal = torch.equal(values.to(FP32).to(dtype), expected)
@@ -202,14 +199,13 @@ class Double:
 
     def __post_init__(self) -> None:
         self.rows, self.columns, self.experts = self.form.rows, self.form.columns, self.form.experts
-        self.transposed, self._values = self.form.transposed, values_of(self.form).to(BF16).to(self.dtype)
-        self.values = self._values.transpose(-1, -2) if self.transposed else self._values
+        self.values = values_of(self.form).to(BF16).to(self.dtype)
 
     def takes(self, states: Tensor) -> bool:
         return states.dtype == self.dtype
 
     def multiply(self, states: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.kernel(lambda: functional.linear(states, self._values, bias))
+        return self.kernel(lambda: functional.linear(states, self.values, bias))
 
     def multiply_pairs(self, states: Tensor, experts: Tensor, _aligned: object) -> Tensor:
         numbers, owners, total = align(experts, self.experts, 4)
@@ -219,7 +215,7 @@ class Double:
             pair = int(numbers[index])
             if pair < pairs:
                 state = states[pair * len(states) // pairs]
-                out[pair, 0] = functional.linear(state, self._values[int(owners[index // 4])])
+                out[pair, 0] = functional.linear(state, self.values[int(owners[index // 4])])
         return self.kernel(lambda: out)
 
     def unpack(self, out: Tensor) -> None:

@@ -190,7 +190,8 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
     plain = entries(directory)
     for name, loaded in state.load(torch.device("cpu"), stored=True):
         if not isinstance(loaded, Tensor):
-            yield name, plain[name], tuple(codes.to(torch.device("cpu")) for codes in loaded)
+            whole = plain[name].mT.contiguous() if loaded[0].transposed else plain[name]
+            yield name, whole, tuple(codes.to(torch.device("cpu")) for codes in loaded)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -38,11 +38,12 @@ LESS = "Stop other programs, or load less: --layers, --gpu-weights, -O weight_co
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Place of one tensor in a range of bytes."""
+    """Place of one tensor in a range of bytes. It may lie there with its last two dimensions exchanged."""
 
     offset: int  # bytes
     shape: torch.Size
     dtype: torch.dtype
+    transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -50,8 +51,20 @@ class TensorPlace:
 
     def view(self, memory: Tensor, base: int = 0) -> Tensor:
         """View the tensor in `memory` (uint8), where the range begins at `base`."""
+        stored = self.view_stored(memory, base)
+        return stored.mT if self.transposed else stored
+
+    def view_stored(self, memory: Tensor, base: int = 0) -> Tensor:
+        """View the tensor as it lies in `memory`, contiguous."""
         start = base + self.offset
-        return memory[start : start + self.size].view(self.dtype).view(self.shape)
+        return memory[start : start + self.size].view(self.dtype).view(self.stored_shape)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        if not self.transposed:
+            return self.shape
+        *lead, rows, columns = self.shape
+        return torch.Size((*lead, columns, rows))
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlace], int]:

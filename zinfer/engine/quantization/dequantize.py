@@ -35,6 +35,8 @@ class Codes:
     multiply are bytes, codes of `scale_table`, and all are divided by `divisor` and multiplied by `factor`. `order`,
     int32 ``[columns]``, names the column of scales of each column where they do not follow each other.
 
+    With `transposed`, rows are those of the entry's transpose; a stack of matrices has the rows of one after the other.
+
     `supers` are factors of scales in blocks of `SUPER` columns, float16 ``[rows, columns / SUPER, 1 or 2]``. Zeros that
     are no int16 are minimums: ``table[code] * scale - zero``, the zero times the second of the factors.
     """
@@ -52,6 +54,7 @@ class Codes:
     factor: float = 1.0
     order: Tensor | None = None
     supers: Tensor | None = None
+    transposed: bool = False
 
     @property
     def rows(self) -> int:
@@ -101,7 +104,10 @@ def dequantize(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Tensor:
     step = max(1, VALUES_AT_ONCE // (codes.columns * block)) * block
     for start in range(0, codes.rows, step):
         out[start : start + step] = expand(codes.part(start, step), dtype)
-    return out.view(weight.shape)
+    if not codes.transposed:
+        return out.view(weight.shape)
+    *lead, rows, columns = weight.shape
+    return out.view(*lead, columns, rows).mT.contiguous()
 
 
 @cache
@@ -276,17 +282,11 @@ def _int_codes(
 
 
 def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner: torch.dtype) -> Codes:
-    """Return experts in MXFP4 (``[experts, out, in / 32, 16]``), transposed."""
-    experts, inside, out = weight.shape
+    """Return experts in MXFP4, ``[experts, out, in / 32, 16]``, of a stack ``[experts, in, out]``."""
     _check_exponents(weight.name, scales)
-    numbers = torch.empty(experts, inside, -(-out // 2), dtype=torch.uint8, device=codes.device)
-    stored = pad(codes.view(torch.uint8).reshape(experts, out, inside // 2), (0, 0, 0, out % 2))
-    for transposed, expert in zip(numbers, stored, strict=True):
-        even, odd = expert[0::2], expert[1::2]
-        transposed[0::2] = (even & 0x0F | odd << 4).t()
-        transposed[1::2] = (even >> 4 | odd & 0xF0).t()
-    grid = scales.view(torch.uint8).transpose(1, 2).reshape(-1, out)
-    return Codes(numbers.flatten(0, 1), out, 4, "e2m1", grid, weight.block, inner, "e8m0")
+    numbers, (size, _) = codes.view(torch.uint8).flatten(-2).flatten(0, 1), weight.block
+    return Codes(numbers, weight.shape[1], 4, "e2m1", scales.view(torch.uint8).flatten(0, 1), (1, size), inner, "e8m0",
+                 transposed=True)  # fmt: skip
 
 
 def _gguf_codes(weight: QuantizedWeight, parts: Mapping[str, Tensor], device: torch.device | None) -> Codes:

@@ -10,7 +10,6 @@ kind is compared with that of the model's own code; without a compiler, or where
 """
 
 import weakref
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, pointer
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +55,7 @@ _Part = _struct(("codes scales zeros supers", c_void_p), ("rows", c_int64), ("fa
 _Matrix = _struct(
     ("parts", POINTER(_Part)), ("bias", POINTER(c_void_p)), ("table", POINTER(c_float)),
     ("count rows columns row_bytes height width down across", c_int64),
-    ("kind scale_kind zero_kind inner turned fast", c_int32),
+    ("kind scale_kind zero_kind inner fast unused", c_int32),
 )  # fmt: skip
 _Layer = _struct(
     ("up down", _Matrix), ("experts", c_int64), ("states interleaved", c_int32), ("alpha limit offset unused", c_float)
@@ -208,8 +207,7 @@ class CpuExperts(CheckedKernel):
             pin, tokens, shape = self._device.type == "cuda", self.tokens, self.tokens * self._width
             room = self._library.experts_room
             room.restype = c_int64
-            numbers = [c_int64(number) for number in (tokens, each, self._threads)]
-            size = max(room(byref(layer), *numbers) for layer in self._layers.values())
+            size = max(room(byref(layer), c_int64(tokens), c_int64(each)) for layer in self._layers.values())
             self._kept.append((self._calls, self._buffers))  # graphs may hold them
             self._calls = {}
             with torch.inference_mode(False):
@@ -241,7 +239,9 @@ class CpuExperts(CheckedKernel):
             raise Unsupported(f"{type(module).__name__} has other matrices")
         matrices = []
         for leaf in ("gate_up_proj", "down_proj"):
-            made = _matrix(packed, names[leaf], bool(module.is_transposed), memory, self._library)
+            if bool(module.is_transposed) != packed.blocks[names[leaf]].transposed:
+                raise Unsupported("matrices whose rows are inputs")
+            made = _matrix(packed, names[leaf], memory, self._library)
             if bias := names.get(f"{leaf}_bias"):
                 made.bias = _addresses(packed, bias, memory)
             matrices.append(made)
@@ -250,7 +250,7 @@ class CpuExperts(CheckedKernel):
             what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX-512"
             raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
-        self._dtype, self._width = block.dtype, block.shape[2 if module.is_transposed else 1]
+        self._dtype, self._width = block.dtype, block.stored_shape[1]
         numbers = len(packed.experts), _TYPES.index(self._dtype), gate.interleaved
         own = _Layer(up, down, *numbers, gate.alpha, gate.limit, gate.offset)
         own.kept = memory, up, down  # what it points to goes with it
@@ -265,16 +265,15 @@ def _addresses(packed: PackedExperts, name: str, memory: Tensor) -> Any:
     return (c_void_p * len(chunks))(*(memory.data_ptr() + chunk.start for (chunk,) in chunks))
 
 
-def _matrix(packed: PackedExperts, name: str, turned: bool, memory: Tensor, code: Any) -> Any:
-    """Describe a weight ``[E, rows, columns]`` to the compiled code; rows of a `turned` one are inputs. Raises
-    Unsupported."""
+def _matrix(packed: PackedExperts, name: str, memory: Tensor, code: Any) -> Any:
+    """Describe a weight to the compiled code; it lies in `memory` as ``[E, outputs, inputs]``. Raises Unsupported."""
     block, base, parts = packed.blocks[name], memory.data_ptr(), list[Any]()
-    rows, columns = block.shape[1:]
+    rows, columns = block.stored_shape[1:]
     if block.dtype not in _TYPES:
         raise Unsupported(f"values of {block.dtype}")
     chunks = [chunks_of(packed, block, number) for number in range(len(packed.experts))]
     layouts = {chunk.layout for expert in chunks for chunk in expert}
-    made = _Matrix(rows=rows, columns=columns, height=1, width=columns, down=1, across=1, turned=turned)
+    made = _Matrix(rows=rows, columns=columns, height=1, width=columns, down=1, across=1)
     if layouts == {None}:
         made.kind, made.row_bytes, made.count = _TYPES.index(block.dtype), columns * block.dtype.itemsize, 1
         for expert in chunks:
@@ -312,20 +311,16 @@ def _matrix(packed: PackedExperts, name: str, turned: bool, memory: Tensor, code
             factor = layout.factor / layout.divisor
             parts.append(_Part(start, start + scales, minimums, factors, layout.rows, factor))
     made.parts = (_Part * len(parts))(*parts)
-    made.fast = bool(code.experts_fast()) and _is_fast(made, parts, _TYPES.index(block.dtype))
+    made.fast = bool(code.experts_fast()) and _is_fast(made, _TYPES.index(block.dtype))
     return made
 
 
-def _is_fast(made: Any, parts: Sequence[Any], states: int) -> bool:
+def _is_fast(made: Any, states: int) -> bool:
     """Tell whether products can be computed in bf16 as codes are unpacked."""
     bf16 = _TYPES.index(torch.bfloat16)
     if states != bf16:
         return False
     few = made.kind >= _KINDS["codes4"]
-    if made.turned:
-        apart = made.height % 2 or any(part.zeros or part.rows % made.height for part in parts)
-        whole = made.across == made.columns and made.columns % LANE_COLUMNS == 0
-        return made.kind == _KINDS["codes4"] and not apart and whole
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
     widths = [32 << power for power in range(16)] + ([16] if few else [])
     groups = made.across == 1 or made.width in widths

@@ -1,10 +1,9 @@
 /* Routed experts of a few tokens on the CPU, from their codes as host memory stores them.
 
    A token reads megabytes of each of its experts and computes two to four FLOPs a byte: so each byte is read once, in
-   order, and unpacked in registers. With one to eight tokens 15 cores of an H200's host read 68 to 78 GB/s of MXFP4, of
-   the 93 that they read without computing. All tokens that share an expert are multiplied with a row of codes while it
-   is in a core's cache. Rows of a matrix are outputs; or inputs, if it is `turned`: then a core takes some of the
-   inputs, and the parts of each sum are added afterwards.
+   order, and unpacked in registers. With one to eight tokens 15 cores of an H200's host read 84 to 88 GB/s of MXFP4, of
+   the 121 that they read without computing. All tokens that share an expert are multiplied with a row of codes while it
+   is in a core's cache. Rows of a matrix are outputs.
 
    With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
    are exact so: scales, zero points and minimums are applied to sums of a group. Elsewhere rows become float32 first. */
@@ -30,15 +29,14 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define CHUNK 64          /* columns, or outputs of a turned matrix, that registers hold at a time */
+#define CHUNK 64          /* columns that registers hold at a time */
 #define LANE 16           /* columns whose inputs are summed */
 #define TOGETHER 4        /* tokens that share unpacked codes */
 #define PAIR 2            /* rows of outputs at a time */
 #define ITEM (256 << 10)  /* bytes of codes that a thread takes at a time */
-#define AHEAD (16 << 10)  /* bytes by which rows are fetched ahead: a core reads 34 GB/s of int4 so, 11 without */
+#define AHEAD (8 << 10)   /* bytes by which rows are fetched ahead: 84 GB/s of MXFP4 so; 72 with 16 KiB, 75 with 4 */
 #define SUPER 256         /* columns whose scales share a factor of their own */
 #define PIECE 128         /* values of a pair, or of a token, that a thread takes at a time between products */
-#define SHARES 4          /* parts of turned matrices for each thread: few sums to add, and none waits for long */
 #define AWAY_S 1e-3       /* seconds for which another program has a core */
 #define IDLE_S 2e-3       /* seconds without a request after which threads sleep */
 #define IDLE_NS 50000     /* nanoseconds that they sleep at a time then */
@@ -69,7 +67,7 @@ typedef struct {
     const void *const *bias; /* of each expert, of the type of states; NULL: none */
     const float *table;
     int64_t count, rows, columns, row_bytes, height, width, down, across;
-    int32_t kind, scale_kind, zero_kind, inner, turned, fast;
+    int32_t kind, scale_kind, zero_kind, inner, fast, unused;
 } matrix;
 
 /* Experts of a layer. A gate is gate * sigmoid(alpha * gate) * (up + offset), both limited. */
@@ -291,18 +289,14 @@ static void unpack(const matrix *m, const part *p, int64_t row, float *restrict 
 /* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and the sums of each `LANE`. */
 typedef struct { float *values, *sums; uint16_t *halves; } input;
 
-INLINE int64_t inputs_of(const matrix *m) { return m->turned ? m->rows : m->columns; }
-INLINE int64_t outputs_of(const matrix *m) { return m->turned ? m->columns : m->rows; }
-
 /* Prepares values `first` to `end` of an input of a fast product. */
 static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
     if (!m->fast) return;
     for (int64_t c = first; c < end; c += CHUNK) {
-        if (m->turned || m->kind < codes4)
+        if (m->kind < codes4)
             for (int i = 0; i < CHUNK && c + i < end; i++) in.halves[c + i] = to_bf16(in.values[c + i]);
         else
             for (int i = 0; i < CHUNK; i++) in.halves[c + i % 2 * 32 + i / 2] = to_bf16(in.values[c + i]);
-        if (m->turned) continue;
         for (int i = 0; i < CHUNK; i += LANE) {
             float sum = 0;
             for (int n = 0; n < LANE; n++) sum += rounded(bfloat16, in.values[c + i + n]);
@@ -443,50 +437,6 @@ INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *
         for (int r = 0; r < rows; r++) out[t][row + r] = _mm512_reduce_add_ps(sums[t][r]);
 }
 
-/* Adds products of `count` tokens with a block of a turned matrix's rows, which share scales, to `out`. What the next
-   block reads is fetched meanwhile. */
-INLINE void block_fast(const matrix *m, const part *p, const __m512i *table, int64_t row, int count, const input *in,
-                       float *const *out) {
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
-    const uint8_t *codes = p->codes + row * m->row_bytes, *next = codes + m->height * m->row_bytes;
-    const int64_t ahead = row + m->height < m->rows ? m->height * CHUNK / 2 : 0;
-    for (int64_t n = 0; n < m->columns; n += CHUNK, codes += CHUNK / 2, next += ahead) {
-        __m512 sums[TOGETHER][4];
-        float scales[CHUNK];
-        for (int t = 0; t < count; t++)
-            for (int i = 0; i < 4; i++) sums[t][i] = _mm512_setzero_ps();
-        for (int64_t line = 0; line < ahead; line += 64) _mm_prefetch((const void *)(next + line), _MM_HINT_T1);
-        for (int64_t r = 0; r < m->height; r += 2) {
-            __m256i one = _mm256_loadu_si256((const void *)(codes + r * m->row_bytes));
-            __m256i other = _mm256_loadu_si256((const void *)(codes + (r + 1) * m->row_bytes));
-            __m512i words[2] = {_mm512_cvtepu8_epi16(_mm256_unpacklo_epi8(one, other)),
-                                _mm512_cvtepu8_epi16(_mm256_unpackhi_epi8(one, other))};
-            __m512i values[4];
-            for (int i = 0; i < 4; i++) {
-                __m512i some = i % 2 ? _mm512_srli_epi16(words[i / 2], 4) : words[i / 2];
-                values[i] = _mm512_permutexvar_epi16(some, table[0]);
-            }
-            for (int t = 0; t < count; t++) {
-                int32_t pair;
-                memcpy(&pair, in[t].halves + row + r, sizeof pair);
-                __m512i x = _mm512_set1_epi32(pair);
-                for (int i = 0; i < 4; i++) sums[t][i] = dot(sums[t][i], values[i], x);
-            }
-        }
-        scales_of(m, p, row / m->height * m->across + n, CHUNK, scales);
-        /* Bytes 0 to 7 and 16 to 23 of a row are in the first two sums, the others in the last two. */
-        for (int t = 0; t < count; t++)
-            for (int i = 0; i < 4; i++) {
-                const __m512 *even = sums[t] + i % 2 * 2;
-                __m512 some = _mm512_permutex2var_ps(even[0], i < 2 ? low : high, even[1]);
-                float *target = out[t] + n + 16 * i;
-                some = _mm512_fmadd_ps(some, _mm512_loadu_ps(scales + 16 * i), _mm512_loadu_ps(target));
-                _mm512_storeu_ps(target, some);
-            }
-    }
-}
-
 #define BY_COUNT(function, ...)                                                                                       \
     do {                                                                                                              \
         if (some == 1) function(__VA_ARGS__, 1, in + t, out + t);                                                     \
@@ -508,12 +458,6 @@ static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t r
                           float *const *out) {
     __m512i table[2];
     table_of(m, table);
-    for (int64_t r = row; m->turned && r < row + rows; r += m->height)
-        for (int64_t t = 0; t < count; t += TOGETHER) {
-            int64_t some = count - t;
-            BY_COUNT(block_fast, m, p, table, r);
-        }
-    if (m->turned) return;
     switch (m->kind) {
     case codes4: rows_of(codes4, m, p, table, row, rows, count, in, out); break;
     case codes5: rows_of(codes5, m, p, table, row, rows, count, in, out); break;
@@ -526,7 +470,7 @@ static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t r
 
 #endif
 
-/* Multiplies `count` inputs with rows of a part: the sums of outputs, or of a turned matrix what is added to `out`. */
+/* Multiplies `count` inputs with rows of a part. */
 static void multiply(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
                      float *const *out) {
 #if FAST
@@ -540,15 +484,10 @@ static void multiply(const matrix *m, const part *p, int64_t row, int64_t rows, 
         unpack(m, p, r, values);
         for (int64_t t = 0; t < count; t++) {
             const float *restrict x = in[t].values;
-            float sum = 0, *restrict y = out[t];
-            if (m->turned) {
-#pragma omp simd
-                for (int64_t c = 0; c < m->columns; c++) y[c] += x[r] * values[c];
-            } else {
+            float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                for (int64_t c = 0; c < m->columns; c++) sum += x[c] * values[c];
-                y[r] = sum;
-            }
+            for (int64_t c = 0; c < m->columns; c++) sum += x[c] * values[c];
+            out[t][r] = sum;
         }
     }
 }
@@ -575,32 +514,16 @@ static void sort(const call *c, pairs *all) {
 INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
 INLINE int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
 
-/* Returns into how many parts a turned matrix's inputs are cut. */
-static int64_t shares_of(const matrix *m, int64_t pairs, int64_t experts, int64_t threads) {
-    if (!m->turned || !pairs) return 1;
-    int64_t wanted = smaller(SHARES * threads / experts, 2 * SHARES * threads / pairs);
-    return larger(1, smaller(wanted, m->rows / m->height));
-}
-
 /* Does item number `item` of an expert's product, of `items`. */
 static void do_item(const matrix *m, const part *p, int64_t item, int64_t items, int64_t count, const input *in,
                     float *const *out) {
     int64_t first = m->rows * item / items, end = m->rows * (item + 1) / items;
-    if (m->turned) { /* whole blocks of scales */
-        int64_t blocks = (m->rows + m->height - 1) / m->height;
-        first = blocks * item / items * m->height, end = smaller(m->rows, blocks * (item + 1) / items * m->height);
-        for (int64_t t = 0; t < count; t++) memset(out[t], 0, m->columns * sizeof(float));
-    }
-    for (int64_t begin = 0; begin < end; begin += p->rows, p++) { /* outputs and inputs are counted in the part */
+    for (int64_t begin = 0; begin < end; begin += p->rows, p++) { /* outputs are counted in the part */
         int64_t row = larger(first, begin) - begin, rows = smaller(end, begin + p->rows) - begin - row;
         if (rows <= 0) continue;
-        input inside[count];
         float *targets[count];
-        for (int64_t t = 0; t < count; t++) {
-            inside[t] = in[t], targets[t] = out[t] + (m->turned ? 0 : begin);
-            if (m->turned) inside[t].values += begin, inside[t].halves += begin;
-        }
-        multiply(m, p, row, rows, count, inside, targets);
+        for (int64_t t = 0; t < count; t++) targets[t] = out[t] + begin;
+        multiply(m, p, row, rows, count, in, targets);
     }
 }
 
@@ -616,10 +539,9 @@ INLINE input input_at(float *memory, int64_t columns) {
 }
 
 /* Returns the floats that `sums` of a call must have room for. */
-int64_t experts_room(const layer *own, int64_t tokens, int64_t each, int64_t threads) {
-    int64_t sums = larger(tokens * each, 2 * SHARES * threads);
-    return tokens * input_floats(inputs_of(&own->up)) + tokens * each * input_floats(inputs_of(&own->down)) +
-           sums * (outputs_of(&own->up) + outputs_of(&own->down));
+int64_t experts_room(const layer *own, int64_t tokens, int64_t each) {
+    return tokens * input_floats(own->up.columns) +
+           tokens * each * (input_floats(own->down.columns) + own->up.rows + own->down.rows);
 }
 
 /* Waits until all threads of a team are here. OpenMP's threads sleep at barriers (`zinfer.worker.process`), and to
@@ -651,12 +573,12 @@ static void meet(meeting *all) {
     }
 }
 
-/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each share,
-   of each pair. All threads call it, and have met when it returns. */
+/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each pair. All
+   threads call it, and have met when it returns. */
 static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
-                    int64_t shares, meeting *met) {
-    const int64_t size = input_floats(inputs_of(m)), outputs = outputs_of(m);
-    int64_t items = m->turned ? shares : larger(1, smaller(m->rows, m->rows * m->row_bytes / ITEM));
+                    meeting *met) {
+    const int64_t size = input_floats(m->columns);
+    const int64_t items = larger(1, smaller(m->rows, m->rows * m->row_bytes / ITEM));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t i = 0; i < all->experts * items; i++) {
         int64_t e = i / items, item = i % items, first = all->first[e], count = all->first[e + 1] - first;
@@ -664,8 +586,8 @@ static void product(const matrix *m, const pairs *all, int64_t each, int by_toke
         float *targets[count];
         for (int64_t t = 0; t < count; t++) {
             int64_t pair = all->order[first + t];
-            in[t] = input_at(inputs + (by_token ? pair / each : pair) * size, inputs_of(m));
-            targets[t] = out + ((m->turned ? item : 0) * all->count + first + t) * outputs;
+            in[t] = input_at(inputs + (by_token ? pair / each : pair) * size, m->columns);
+            targets[t] = out + (first + t) * m->rows;
         }
         do_item(m, m->parts + all->number[e] * m->count, item, items, count, in, targets);
     }
@@ -673,10 +595,8 @@ static void product(const matrix *m, const pairs *all, int64_t each, int by_toke
 }
 
 /* Value number `i` of the product of the pair at `place`, with its bias, in the type of states. */
-INLINE float value_at(const matrix *m, const pairs *all, type kind, const float *sums, int64_t shares, int64_t place,
-                      const void *bias, int64_t i) {
-    float sum = 0;
-    for (int64_t s = 0; s < shares; s++) sum += sums[(s * all->count + place) * outputs_of(m) + i];
+INLINE float value_at(const matrix *m, type kind, const float *sums, int64_t place, const void *bias, int64_t i) {
+    const float sum = sums[place * m->rows + i];
     return rounded(kind, bias ? sum + load(kind, bias, i) : sum);
 }
 
@@ -684,20 +604,17 @@ INLINE float value_at(const matrix *m, const pairs *all, type kind, const float 
 typedef struct {
     meeting met;
     pairs all;
-    int64_t places[MAX_PAIRS], expert[MAX_PAIRS], up_shares, down_shares;
+    int64_t places[MAX_PAIRS], expert[MAX_PAIRS];
 } team;
 
 /* Prepares a call, before the team meets. */
 static void begin(const call *c, team *own) {
-    const layer *experts = c->experts;
     pairs *all = &own->all;
     sort(c, all);
     for (int64_t i = 0; i < c->tokens * c->each; i++) own->places[i] = -1;
     for (int64_t e = 0; e < all->experts; e++)
         for (int64_t place = all->first[e]; place < all->first[e + 1]; place++)
             own->places[all->order[place]] = place, own->expert[place] = all->number[e];
-    own->up_shares = shares_of(&experts->up, all->count, all->experts, c->threads);
-    own->down_shares = shares_of(&experts->down, all->count, all->experts, c->threads);
     if (sleepy > 0) __atomic_store_n(&sleepy, sleepy - 1, __ATOMIC_RELAXED);
 }
 
@@ -706,11 +623,11 @@ INLINE void compute(const call *c, type kind, team *own) {
     const layer *experts = c->experts;
     const matrix *up = &experts->up, *down = &experts->down;
     const pairs *all = &own->all;
-    const int64_t hidden = inputs_of(up), inner = inputs_of(down), each = c->each;
+    const int64_t hidden = up->columns, inner = down->columns, each = c->each;
     const int64_t pieces = (inner + PIECE - 1) / PIECE, parts = (hidden + PIECE - 1) / PIECE;
     float *states = c->sums, *between = states + c->tokens * input_floats(hidden);
     float *up_sums = between + c->tokens * each * input_floats(inner);
-    float *down_sums = up_sums + own->up_shares * all->count * outputs_of(up);
+    float *down_sums = up_sums + all->count * up->rows;
 #pragma omp for nowait
     for (int64_t i = 0; i < c->tokens * parts; i++) {
         int64_t t = i / parts, first = i % parts * PIECE, end = smaller(hidden, first + PIECE);
@@ -719,7 +636,7 @@ INLINE void compute(const call *c, type kind, team *own) {
         prepare(up, in, first, end);
     }
     meet(&own->met);
-    product(up, all, each, 1, states, up_sums, own->up_shares, &own->met);
+    product(up, all, each, 1, states, up_sums, &own->met);
 #pragma omp for nowait
     for (int64_t i = 0; i < all->count * pieces; i++) {
         int64_t place = i / pieces, first = i % pieces * PIECE, end = smaller(inner, first + PIECE);
@@ -727,8 +644,8 @@ INLINE void compute(const call *c, type kind, team *own) {
         const void *bias = up->bias ? up->bias[own->expert[place]] : NULL;
         for (int64_t n = first; n < end; n++) {
             int64_t one = experts->interleaved ? 2 * n : n, other = experts->interleaved ? 2 * n + 1 : inner + n;
-            float gate = value_at(up, all, kind, up_sums, own->up_shares, place, bias, one);
-            float value = value_at(up, all, kind, up_sums, own->up_shares, place, bias, other);
+            float gate = value_at(up, kind, up_sums, place, bias, one);
+            float value = value_at(up, kind, up_sums, place, bias, other);
             gate = gate > experts->limit ? experts->limit : gate;
             value = value > experts->limit ? experts->limit : value < -experts->limit ? -experts->limit : value;
             gate = rounded(kind, gate / (1 + exponential(-experts->alpha * gate)));
@@ -737,7 +654,7 @@ INLINE void compute(const call *c, type kind, team *own) {
         prepare(down, in, first, end);
     }
     meet(&own->met);
-    product(down, all, each, 0, between, down_sums, own->down_shares, &own->met);
+    product(down, all, each, 0, between, down_sums, &own->met);
 #pragma omp for nowait
     for (int64_t i = 0; i < c->tokens * parts; i++) {
         int64_t t = i / parts, first = i % parts * PIECE, end = smaller(hidden, first + PIECE);
@@ -746,7 +663,7 @@ INLINE void compute(const call *c, type kind, team *own) {
             for (int64_t k = t * each; k < (t + 1) * each; k++) {
                 if (own->places[k] < 0) continue;
                 const void *bias = down->bias ? down->bias[own->expert[own->places[k]]] : NULL;
-                float value = value_at(down, all, kind, down_sums, own->down_shares, own->places[k], bias, n);
+                float value = value_at(down, kind, down_sums, own->places[k], bias, n);
                 sum += rounded(kind, value * c->weights[k]);
             }
             if (kind == float32) ((float *)c->out)[t * hidden + n] = sum;

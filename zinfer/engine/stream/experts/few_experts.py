@@ -90,10 +90,20 @@ def _matrices(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
         weights: Any = getattr(module, name, None)
         bias = getattr(module, f"{name}_bias", None) if getattr(module, "has_bias", False) else None
         given = [weights] if bias is None else [weights, bias]
-        if not all(isinstance(each, Tensor) and each.is_contiguous() for each in given) or weights.dim() != 3:
+        if not all(isinstance(each, Tensor) for each in given) or weights.dim() != 3 or _exchanged(weights) is None:
+            return []
+        if bias is not None and not bias.is_contiguous():
             return []
         matrices.append((weights, bias))
     return matrices
+
+
+def _exchanged(weights: Tensor) -> bool | None:
+    """Tell whether the last two dimensions of a stack lie exchanged in memory; None if it has gaps."""
+    if weights.is_contiguous():
+        return False
+    rows, columns = weights.shape[1:]
+    return True if weights.stride() == (rows * columns, 1, rows) else None
 
 
 def _serves(module: nn.Module, *args: Any) -> bool:
@@ -129,7 +139,8 @@ def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor
             return matrix.multiply_pairs(states, experts, aligned)
         if isinstance(weight, LazyWeight):  # kernels get its address alone
             weight.fill()
-        return multiply(states, weight, experts, bool(module.is_transposed))
+        exchanged = bool(_exchanged(weight))
+        return multiply(states, weight.mT if exchanged else weight, experts, bool(module.is_transposed) != exchanged)
 
     partial = product(states, codes[0], up)
     if gate is not None:

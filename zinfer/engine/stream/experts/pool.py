@@ -329,7 +329,7 @@ class ExpertPool:
         self._filled_in.add(name)
         self._filled = -1, set()
         with self._ring.untimed(layer, unpacks=True):
-            matrix.unpack(self.layers[layer].blocks[name].view(self.layer_buffer))
+            matrix.unpack(self.layers[layer].blocks[name].view_stored(self.layer_buffer))
 
     def keeps(self, layers: Iterable[int]) -> bool:
         """Tell whether `keep` changes nothing."""

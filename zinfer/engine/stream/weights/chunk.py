@@ -6,7 +6,7 @@ step, so that the GPU memory between link and layer buffer is a few chunks, not 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -166,6 +166,7 @@ def pack(
     small = {name: tensor for name, tensor in tensors.items() if name not in large}
     shapes = [(name, tensor) for name, (tensor, _) in coded.items()]
     blocks, size = lay_out([*shapes, *large.items(), *small.items()])
+    blocks |= {name: place_of(blocks[name], matrices) for name, (_, matrices) in coded.items()}
     chunks: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         offset, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
@@ -188,6 +189,11 @@ def pack(
             blocks[name].view(content, -offset).copy_(tensor)
         chunks += _cut(start, offset, size - offset, max_bytes)
     return PackedLayer(tuple(chunks), blocks, size)
+
+
+def place_of(place: TensorPlace, matrices: Sequence[Codes]) -> TensorPlace:
+    """Return the place of a quantised tensor that consists of the rows of `matrices`."""
+    return replace(place, transposed=matrices[0].transposed)
 
 
 def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | formats.CodesLayout | None) -> Chunk:

@@ -81,7 +81,6 @@ class Form:
     zeros: Tensor | None
     factors: tuple[float, ...]
     columns: int
-    transposed: bool  # stored as ``[E, K, N]``
 
     @property
     def rows(self) -> int:
@@ -93,9 +92,8 @@ class Form:
 
 
 def form_of(parts: Sequence[Codes], shape: Sequence[int], dtype: torch.dtype) -> Form | None:
-    """Return the form of a matrix whose rows are those of `parts`. It has the shape `shape`. Where rows of a stack are
-    inputs, ``[E, K, N]``, as rows that share scales tell, the result is ``[E, N, K]``. None if the kernels cannot read
-    it: columns in an order of their own, odd sizes, or a type that they do not know."""
+    """Return the form of a matrix whose rows are those of `parts`. It has the shape `shape`, ``[.., N, K]``. None if
+    the kernels cannot read it: columns in an order of their own, odd sizes, or a type that they do not know."""
     first = parts[0]
     others = {"numbers": None, "scales": None, "zeros": None, "supers": None, "divisor": 1.0, "factor": 1.0}
     alike = {(repr(replace(part, **others)), part.zeros is None) for part in parts}  # type: ignore[arg-type]
@@ -103,20 +101,11 @@ def form_of(parts: Sequence[Codes], shape: Sequence[int], dtype: torch.dtype) ->
         return None
     numbers, scales, zeros = map(_joined, zip(*map(_numbers, parts), strict=True))
     rows, (height, width) = sum(part.rows for part in parts), first.block
-    lead = tuple(shape[:-2])
-    transposed = len(shape) == 3 and height > 1 == width
-    if transposed:
-        if zeros is not None or len(scales) * height != rows or shape[-2] % height or first.bits != 4:
-            return None
-        numbers = _transposed_pairs(numbers.view(*lead, shape[-2], -1))
-        scales, width = scales.view(*lead, shape[-2] // height, -1).transpose(-1, -2), height
-        n, k = shape[-1], shape[-2]
-    else:
-        n, k = shape[-2], shape[-1]
-        if height != 1 or len(scales) != rows or scales.shape[1] * width != k:
-            return None
-        numbers, scales = numbers.view(*lead, n, -1), scales.view(*lead, n, -1)
-        zeros = None if zeros is None else zeros.view(*lead, n, -1)
+    (*lead, n, k) = shape
+    if height != 1 or len(scales) != rows or scales.shape[1] * width != k:
+        return None
+    numbers, scales = numbers.view(*lead, n, -1), scales.view(*lead, n, -1)
+    zeros = None if zeros is None else zeros.view(*lead, n, -1)
     if k % UNIT_COLUMNS or k % width or n % 8:
         return None
     kind, factors = _kind_of(first), _factors(parts, rows, lead[0] if lead else 1)
@@ -134,7 +123,7 @@ def form_of(parts: Sequence[Codes], shape: Sequence[int], dtype: torch.dtype) ->
             return None
         packed_zeros = _packed(zeros.transpose(-1, -2), first.bits).transpose(-1, -2).contiguous()
     weight = numbers.contiguous().view(torch.int32)
-    return Form(kind, width, weight, scales.contiguous(), packed_zeros, factors, k, transposed)
+    return Form(kind, width, weight, scales.contiguous(), packed_zeros, factors, k)
 
 
 def _factors(parts: Sequence[Codes], rows: int, count: int) -> tuple[float, ...] | None:
@@ -173,12 +162,6 @@ def _kind_of(codes: Codes) -> str | None:
 def _scales(scales: Tensor, table: str, dtype: torch.dtype) -> Tensor:
     types = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
     return scales.contiguous().view(types[table]) if table else scales.to(dtype)
-
-
-def _transposed_pairs(numbers: Tensor) -> Tensor:
-    """Transpose codes of 4 bits, two in a byte: ``[.., K, N / 2]`` to ``[.., N, K / 2]``."""
-    codes: Tensor = torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2).transpose(-1, -2)
-    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def _packed(values: Tensor, bits: int) -> Tensor:
@@ -266,7 +249,6 @@ class Matrix:
     rows: int
     columns: int
     experts: int
-    transposed: bool
     dtype: torch.dtype  # of states and products
     whole: _Kernels = field(repr=False)
     parts: _Kernels | None = field(repr=False)  # same bytes as a stack of parts of the columns: `splits` of a matrix
@@ -324,12 +306,10 @@ class Matrix:
         return made
 
     def unpack(self, out: Tensor) -> None:
-        """Unpack the matrix into `out`, exactly as it multiplies. `out` is ``[.., N, K]``, or ``[.., K, N]`` if the
-        matrix is `transposed`."""
+        """Unpack the matrix into `out` ``[.., N, K]``, exactly as it multiplies."""
         identity = torch.eye(self.columns, dtype=out.dtype, device=out.device)
         for expert in range(max(1, self.experts)):
-            target = out[expert] if self.experts else out
-            target = target if self.transposed else target.t()
+            target = (out[expert] if self.experts else out).t()
             for first in range(0, self.columns, UNPACKED_ROWS):
                 states = identity[first : first + UNPACKED_ROWS]
                 aligned = None
@@ -414,7 +394,7 @@ def prepare(form: Form, dtype: torch.dtype) -> Matrix:
         if kernels is not None and kernels.name not in _compiled:
             kernels.compile()
             _compiled.add(kernels.name)
-    return Matrix(form.rows, form.columns, form.experts, form.transposed, dtype, whole, parts, splits if parts else 1)
+    return Matrix(form.rows, form.columns, form.experts, dtype, whole, parts, splits if parts else 1)
 
 
 def _splits(form: Form) -> int:

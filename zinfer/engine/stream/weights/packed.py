@@ -41,7 +41,7 @@ from zinfer.system.documents import DocumentError, read_object, validate
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"
-FORMAT = 6
+FORMAT = 7
 MAX_INDEX = 512 << 20  # bytes of packed.json; that of a model with 60,000 tensors has 10 MB
 LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes about as long as a fast disk
 
@@ -57,7 +57,8 @@ class _StoredLayer(BaseModel):
     start: Count
     end: Count
     unpacked_bytes: Count
-    blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the layer buffer, shape, type
+    # name -> offset in the layer buffer, shape, type, and whether its last dimensions are exchanged there
+    blocks: dict[str, tuple[Count, list[Count], str, bool]]
     # start, end, place in the layer buffer, layout
     chunks: Annotated[list[tuple[Count, Count, Count, dict[str, Any] | None]], Field(min_length=1)]
     crc32: list[Count]
@@ -71,7 +72,8 @@ class _StoredLayer(BaseModel):
             end=end,
             unpacked_bytes=layer.unpacked_bytes,
             blocks={
-                name: (block.offset, list(block.shape), str(block.dtype)[6:]) for name, block in layer.blocks.items()
+                name: (block.offset, list(block.shape), str(block.dtype)[6:], block.transposed)
+                for name, block in layer.blocks.items()
             },
             chunks=[
                 (chunk.start - start, chunk.end - start, chunk.place, _stored(chunk.layout)) for chunk in layer.chunks
@@ -81,8 +83,8 @@ class _StoredLayer(BaseModel):
 
     def layer(self, start: int) -> PackedLayer:
         blocks = {
-            name: TensorPlace(offset, torch.Size(shape), _TYPES[dtype])
-            for name, (offset, shape, dtype) in self.blocks.items()
+            name: TensorPlace(offset, torch.Size(shape), _TYPES[dtype], transposed)
+            for name, (offset, shape, dtype, transposed) in self.blocks.items()
         }
         chunks = tuple(
             Chunk(start + begin, start + end, block, _layout(layout)) for begin, end, block, layout in self.chunks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.weights.chunk import Chunk, Memory, Repeat, pack
+from zinfer.engine.stream.weights.chunk import Chunk, Memory, Repeat, pack, place_of
 
 UNIT = 16  # bytes; kernels that unpack write to multiples of it
 PART_BYTES = 16 << 20  # smallest copy of an expert that is unpacked once it has arrived: enough for the link's rate
@@ -131,7 +131,16 @@ def pack_experts(
     plain: bool = False,
 ) -> PackedExperts:
     """Append a layer's experts to `memory`, encoded where that shrinks them. `tensors` and `coded` are their stacked
-    weights, as `zinfer.engine.stream.weights.chunk.pack` takes them; if `plain`, none is encoded."""
+    weights, as `zinfer.engine.stream.weights.chunk.pack` takes them; if `plain`, none is encoded, and rows are outputs,
+    as the CPU reads them."""
+    exchanged = plain and getattr(experts.module, "is_transposed", False)
+    if exchanged:
+        tensors = {name: tensor.mT if tensor.dim() == 3 else tensor for name, tensor in tensors.items()}
+
+    def place(name: str, block: TensorPlace) -> TensorPlace:
+        if name in coded:
+            return place_of(block, coded[name])
+        return replace(block, transposed=exchanged and len(block.shape) == 3)
 
     def packed_part(name: str, number: int) -> Iterable[Chunk]:
         if name not in coded:
@@ -141,9 +150,10 @@ def pack_experts(
         if codes is not None:
             return pack({}, memory, {name: (shape, codes)}, plain=plain).chunks
         whole = torch.cat([expand(matrix, shape.dtype) for matrix in coded[name]])
-        return pack({name: whole.view(experts.count, *shape.shape)[number]}, memory, plain=plain).chunks
+        return pack({name: whole.view(blocks[name].stored_shape)[number]}, memory, plain=plain).chunks
 
     blocks, size = lay_out((name, entry.tensor) for name, entry in experts.weights.items())
+    blocks = {name: place(name, block) for name, block in blocks.items()}
     strides = {name: block.size // experts.count for name, block in blocks.items()}
     packed = list[PackedExpert]()
     for number in range(experts.count):

@@ -41,7 +41,8 @@ _ATTRIBUTES: tuple[Any, ...] = (
     Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda,
 )  # fmt: skip
 _METHODS: tuple[Any, ...] = (
-    Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.__hash__,
+    Tensor.dim, Tensor.size, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
+    Tensor.__hash__,
 )  # fmt: skip
 _VALUELESS = frozenset(
     [*(attribute.__get__ for attribute in _ATTRIBUTES), *_METHODS, getattr(Tensor.data, "__set__")]  # noqa: B009
@@ -192,7 +193,7 @@ class PackedProducts(CheckedKernel):
     def _made(self, block: TensorPlace, parts: Parts, buffer: Tensor) -> low_bit.Matrix | None:
         """Return a weight in the kernels' form; None if it stays as it is."""
         codes = [chunk.layout.views(content) for chunk, content in parts]  # type: ignore[union-attr]
-        form = low_bit.form_of(codes, block.shape, block.dtype)
+        form = low_bit.form_of(codes, block.stored_shape, block.dtype)
         if form is None:
             return None
         matrices, experts = list[low_bit.Matrix](), [0, form.experts // 2, form.experts - 1]
@@ -208,11 +209,10 @@ class PackedProducts(CheckedKernel):
         def plain() -> Tensor:
             for chunk, content in parts:
                 chunk.unpack(content, buffer)
-            weight = block.view(buffer)
+            weight = block.view_stored(buffer)
             if not form.experts:
                 return functional.linear(states, weight)
-            rows = [weight[expert].t() if form.transposed else weight[expert] for expert in experts]
-            return torch.stack([functional.linear(state, row) for state, row in zip(states, rows, strict=True)])
+            return torch.stack([functional.linear(*pair) for pair in zip(states, weight[experts], strict=True)])
 
         kind = form.kind, form.group, tuple(block.shape), form.zeros is None, block.dtype
         self.checked(kind, product, plain)
@@ -239,7 +239,7 @@ class PackedProducts(CheckedKernel):
         if matrix is None:
             ring.unpack_now(index, held.chunks_of(block))
         else:
-            ring.unpack_now(index, (), partial(matrix.unpack, block.view(ring.layer_buffer)))
+            ring.unpack_now(index, (), partial(matrix.unpack, block.view_stored(ring.layer_buffer)))
 
     def _multiply(self, index: int, name: str, states: Tensor, bias: Tensor | None) -> Tensor | None:
         """Multiply with a weight from its codes; None if it must be unpacked."""

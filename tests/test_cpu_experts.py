@@ -162,8 +162,11 @@ def made(
     arena = PinnedArena(1 << 26, pin=False, grow=True)
     experts = Experts(module, entries, count)
     packed = pack_experts(experts, tensors, coded, arena, plain=True)
+    buffer = torch.full((packed.unpacked_bytes,), 255, dtype=torch.uint8)
+    for leaf, weight in packed.blocks.items():
+        setattr(module, leaf, weight.view(buffer))
     computed = CpuExperts(CPU, 33, **other)
-    computed.attach(0, packed, experts, arena.memory)
+    computed.attach(0, packed, experts, arena.memory, buffer)
     return computed, values
 
 

@@ -1,6 +1,8 @@
 """Plans of experts on demand: bytes of a step, room that they take, and when all come anyway."""
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ from tools import trained
 from zinfer.analysis import calibrate
 from zinfer.analysis.study import routing_of
 from zinfer.checkpoint import resolve
-from zinfer.core.engine import CHUNK_BYTES
+from zinfer.core.engine import CHUNK_BYTES, LINKED_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan, make_plan
-from zinfer.plan.times import RATES, Efficiency, Timing, shipped
+from zinfer.plan.times import RATES, Efficiency, Timing, linked_share, shipped
 from zinfer.record.measurement import Effective
 from zinfer.record.store import read
 from zinfer.record.study import Hits, Study, Touched
@@ -136,8 +138,9 @@ def test_the_cpu_computes_experts_where_it_reads_them_sooner_than_the_link() -> 
 
 def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_are_read() -> None:
     good, dense = Efficiency(), OSS.streamed_bytes - OSS.routed_bytes
+    alone = partial(plan, link_experts="0%")
     for batch_size in (1, 8, 33, 48):
-        cpu, link = (plan(batch_size, OSS, "0%", efficiency=good, experts=way) for way in ("cpu", "on-demand"))
+        cpu, link = (alone(batch_size, OSS, "0%", efficiency=good, experts=way) for way in ("cpu", "on-demand"))
         computes = batch_size <= TUNING.max_cpu_tokens
         assert cpu.placement.computes(batch_size) is computes
         if batch_size == 48:  # all experts come: to launch 78% of them one by one takes longer
@@ -156,13 +159,33 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
         assert read_s < (cpu.step_s or 0) < 1.3 * read_s
         assert (cpu.step_s or 1) < 0.6 * (link.step_s or 0)
         assert cpu.prefill_s == pytest.approx(link.prefill_s, rel=0.1)
-        limit = plan(batch_size, OSS, "0%", experts="cpu").step_s or 0
+        limit = alone(batch_size, OSS, "0%", experts="cpu").step_s or 0
         assert touched / H100.at_peak().host_bandwidth <= limit <= (cpu.step_s or 0)  # type: ignore[operator]
     output = told("--machine h100-80gb --offload cpu --gpu-weights 0% --batch-size 1,64")
     assert "batch 1: the CPU computes the experts of passes of up to 32 tokens; a step reads 3% of them" in output
     assert "batch 64: experts on demand" in output
     coded, plain = (plan(1, MIXTRAL, "0%", experts=way) for way in ("on-demand", "cpu"))
     assert plain.host.weights > 1.4 * coded.host.weights, "the CPU reads bf16 as released"
+
+
+def test_cpu_and_link_share_the_experts_of_a_step() -> None:
+    h200 = machines.load("h200")
+    share = plan(1, OSS, "0%", h200, Efficiency(), experts="cpu").placement.linked_share
+    assert share == linked_share(h200)
+    assert 0.3 < share < 0.6
+    assert plan(1, OSS, "0%", experts="on-demand").placement.linked_share == 0
+    for batch_size, asked in product((1, 8), ("auto", "25%", "50%")):
+        ways = [plan(batch_size, OSS, "0%", h200, Efficiency(), experts="cpu", link_experts=x) for x in ("0%", asked)]
+        alone, both = (Timing(way.placement, OSS, h200).cpu_experts_s(batch_size) for way in ways)
+        assert both < alone
+        assert ways[1].step_s < ways[0].step_s  # type: ignore[operator]
+        more = ways[1].gpu.buffers - ways[0].gpu.buffers
+        assert 0 < more <= LINKED_BYTES
+    quarter = plan(1, OSS, "0%", h200, experts="cpu", link_experts="25%").placement
+    waits = 36 * RATES.cpu_layer_s
+    one_of_four = Timing(quarter, OSS, h200).cpu_experts_s(1) - waits
+    none = Timing(quarter.model_copy(update={"linked_share": 0.0}), OSS, h200).cpu_experts_s(1) - waits
+    assert one_of_four == pytest.approx(0.75 * none)
 
 
 def test_the_gpu_keeps_the_experts_of_whole_layers_beside_a_cpu_that_computes() -> None:

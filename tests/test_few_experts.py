@@ -101,7 +101,7 @@ def few(monkeypatch: Patch) -> FewExperts:
         dispatch.calls += 1
         return eager(module, *args)
 
-    monkeypatch.setattr(few_experts, "_compute", counted)
+    monkeypatch.setattr(few_experts, "compute", counted)
     return dispatch  # type: ignore[no-any-return]
 
 
@@ -141,7 +141,7 @@ def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
 )
 def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, few: Any, monkeypatch: Patch) -> None:
     wrong = Mock(side_effect=fault or (lambda *args: 1.2 * eager(*args)))
-    monkeypatch.setattr(few_experts, "_compute", wrong)
+    monkeypatch.setattr(few_experts, "compute", wrong)
     served = call(few.module, 2, torch.float32)
     for _ in range(2):
         assert error(few.module(*served), eager(few.module, *served)) < 1e-5
@@ -186,7 +186,7 @@ def main(path: Path) -> None:
 
     def both(module: Any, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert few_experts._serves(module, *args)
-        output = few_experts._compute(module, *args)
+        output = few_experts.compute(module, *args)
         return output, eager(module, *args), moe.batched_mm_experts_forward(module, *args)
 
     kernel.TILE, min_read, tile = 1 << 14, kernel.MIN_READ, kernel.TILE  # the interpreter is slow for each tile
@@ -202,17 +202,17 @@ def main(path: Path) -> None:
     expected = eager(module, states, chosen, weights * torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     chosen = chosen.clone()
     chosen[0, 1] = len(module.down_proj)
-    results["beyond"] = few_experts._compute(module, states, chosen, weights), expected
+    results["beyond"] = few_experts.compute(module, states, chosen, weights), expected
 
     kernel.MIN_READ = 64
     results["splits"] = kernel.Tiles.of(72, 192, 2, False).splits
     module = experts_of("mixtral", intermediate_size=192)[1]
     module.has_gate, module.up_proj = False, nn.Parameter(module.gate_up_proj[:, :192].contiguous())
     args = call(module, 1, torch.float32)
-    results["no gate"] = few_experts._compute(module, *args), moe.batched_mm_experts_forward(module, *args)
+    results["no gate"] = few_experts.compute(module, *args), moe.batched_mm_experts_forward(module, *args)
 
     kernel.MIN_READ, kernel.TILE = min_read, 1 << 14
-    few_experts._compute = counted = Mock(wraps=few_experts._compute)
+    few_experts.compute = counted = Mock(wraps=few_experts.compute)
     directory = save_config(path.parent, "mixtral", **MIXTURES["mixtral"] | {"num_hidden_layers": 1})
     statuses, logits = {}, []
     for option in ("auto", "off"):

@@ -491,16 +491,21 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize(("share", "state"), [("100%", "on"), ("0%", BY_LAYER)])
+@pytest.mark.parametrize("linked", ["0%", "50%"])
 @pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral int4", "qwen3_moe fp8", "qwen3_moe"])
-def test_experts_on_the_cpu_are_part_of_cuda_graphs(name: str, share: str, state: str, tmp_path: Path) -> None:
+def test_experts_on_the_cpu_are_part_of_cuda_graphs(
+    name: str, linked: str, share: str, state: str, tmp_path: Path
+) -> None:
+    """The device may bring a share of them beside the CPU."""
     directory, options = test_cpu_experts.quantised(name, tmp_path / "m")
     runs = list[list[Tensor]]()
     for experts in ("on-demand", "cpu"):
-        engine = test_experts.load(directory, experts, share, **options)
+        engine = test_experts.load(directory, experts, share, link_experts=linked, **options)
         runs += [[greedy(engine, lengths) for lengths in BATCHES] for _ in range(TURNS)]
         settings = engine.effective().settings
     assert (settings["cpu_experts"], settings["cuda_graphs"]) == ("on", state)
-    assert settings["experts_fetched_per_step"] == 0
+    assert settings["cpu_expert_link"] == ("off" if linked == "0%" else "on")
+    assert (settings["experts_fetched_per_step"] > 0) == (linked != "0%")
     for run in runs:
         assert all(map(torch.equal, run, runs[0]))
 
@@ -514,7 +519,7 @@ def test_experts_of_layers_that_stay_are_computed_beside_the_cpu(name: str, tmp_
     directory, options = test_cpu_experts.quantised(name, tmp_path / "m", **sizes)
     for count in (0, 2, 4):
         share = test_cpu_experts.share_of(directory, count)
-        engine = test_experts.load(directory, "cpu", share, dtype="bfloat16", **options)
+        engine = test_experts.load(directory, "cpu", share, dtype="bfloat16", link_experts="0%", **options)
         for _ in range(TURNS):
             for lengths in BATCHES:
                 assert greedy(engine, lengths).shape == (len(lengths), OUTPUT_LEN)
@@ -577,11 +582,11 @@ def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
             for count in (1, 2, 4):
                 states = [tensor.cuda() for tensor in test_few_experts.call(module, count, dtype)]
                 assert few_experts._serves(module, *states)
-                actual = few_experts._compute(module, *states)
+                actual = few_experts.compute(module, *states)
                 expected = test_few_experts.eager(module, *states)
                 bound = 1e-5 if dtype == torch.float32 else 0.02
                 assert error(actual, expected) < bound
-                assert torch.equal(actual, few_experts._compute(module, *states))
+                assert torch.equal(actual, few_experts.compute(module, *states))
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])

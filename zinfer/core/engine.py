@@ -41,7 +41,15 @@ def _share(text: str) -> str:
     return text
 
 
+def _percentage(text: str) -> str:
+    """Return `text` if it is ``auto`` or a percentage. Raises ValueError."""
+    if text != "auto" and not text.endswith("%"):
+        raise ValueError(f"{text} is no percentage")
+    return _share(text)
+
+
 Share = Annotated[str, AfterValidator(_share)]
+Percentage = Annotated[str, AfterValidator(_percentage)]
 
 Model = TypeVar("Model", bound=Frozen)
 
@@ -53,6 +61,7 @@ class OptionError(ZinferError):
 CHUNK_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer chunks
 MIN_CHUNKS = 8  # of a layer, where several GPUs would have it in larger ones
+LINKED_BYTES = 256 << 20  # of experts that the link brings while the CPU computes others, at most
 KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpacked, one gathered, one to spare
 
 
@@ -126,6 +135,11 @@ class StreamOptions(EngineOptions):
     experts: Experts = _described(
         "auto",
         "Routed experts that cross the link in short passes; cpu: none, the CPU computes them; auto: the fastest.",
+    )
+    link_experts: Percentage = _described(
+        "auto",
+        "Experts that the link brings while the CPU computes the others; auto: so that both take as long.",
+        title="50%",
     )
     host_weights: Share = _described(
         "auto", "Weights in host memory with offload nvme: a size, or 40%; auto: all that fit.", title="SIZE"
@@ -225,6 +239,7 @@ class PlanOptions(Frozen):
     kv_attention: KVAttention = "gpu"
     kv_cache_dtype: Literal["auto", "bf16", "int8", "fp8"] = "auto"  # the last in old records alone
     experts: Experts = "all"
+    link_experts: Percentage = Field("auto", title="50%")
     host_weights: Share = Field("auto", title="SIZE")
 
     @property

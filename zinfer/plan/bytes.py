@@ -92,6 +92,7 @@ class Placement(Frozen):
     layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
     expert_buffers: int = 0  # buffers between link and layer buffer for single experts
     cached_experts: int = 0  # buffers in addition, for experts that stay
+    linked_share: float = 0.0  # share of these passes' experts that the link brings beside the CPU
     cpu_tokens: int = 0  # tokens of a pass up to which the CPU computes experts on demand, so that none comes
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU

@@ -11,13 +11,13 @@ from math import inf
 from typing import Any, Literal
 
 from zinfer.core.case import Case, Workload, resident_bytes, spread
-from zinfer.core.engine import ENGINES, KEPT_BUFFERS, PREFILL_TOKENS, Offload, plan_options, read_options
+from zinfer.core.engine import ENGINES, KEPT_BUFFERS, LINKED_BYTES, PREFILL_TOKENS, Offload, plan_options, read_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import ALLOWANCES, EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest, peak
-from zinfer.plan.times import RATES, Efficiency, Timing, may_compute_experts, shipped
+from zinfer.plan.times import RATES, Efficiency, Timing, linked_share, may_compute_experts, shipped
 
 
 @dataclass(frozen=True)
@@ -346,6 +346,7 @@ class Placer:
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
         if transport.fetch_unit == "chunks" and self._experts_on_demand:
             update |= self._expert_buffers(depth) | {"cpu_tokens": self._cpu_tokens, "expert_ratio": model.expert_ratio}
+            update["linked_share"] = self._linked_share
             update["graphs"] = bool(update.get("graphs") and self._cpu_tokens)  # else the CPU gets to know each choice
         elif transport.fetch_unit == "chunks":
             ring = depth * Sizes(base, model).chunk if self.machine.gpu_count else 0
@@ -410,6 +411,15 @@ class Placer:
         return max(cpu_tokens, TUNING.min_cpu_tokens) if asked else cpu_tokens
 
     @cached_property
+    def _linked_share(self) -> float:
+        """Share of experts that the link brings beside the CPU."""
+        if not self._cpu_tokens:
+            return 0.0
+        if (asked := self.options.link_experts) == "auto":
+            return linked_share(self.machine) if self.machine.gpu_count else 0.0
+        return float(asked.removesuffix("%")) / 100
+
+    @cached_property
     def _whole_tokens(self) -> int:
         """Minimum tokens of a pass that brings all experts: it touches nearly all, or launching each takes longer."""
         link, share = self.machine.h2d_bandwidth, ALLOWANCES.whole_share
@@ -450,7 +460,8 @@ class Placer:
         count = max(2, min(model.num_experts, max(count, ring)))
         chunks = max(1, -(-model.dense_layer_bytes // chunk))
         depth = max(TUNING.dense_depth, 2 * chunks)  # the next layer comes while the router of this one chooses
-        buffers = depth * Sizes(base, model).chunk + count * expert if has_gpu else 0
+        linked = min(LINKED_BYTES, round(self._linked_share * model.num_experts) * expert)
+        buffers = depth * Sizes(base, model).chunk + count * expert + linked if has_gpu else 0
         layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
         return {
             "experts": "on-demand",

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from zinfer.core.engine import LINKED_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import counted
@@ -58,6 +59,9 @@ class Rates:
     cpu_layer_s: float = 80e-6
     cpu_codes: float = 0.75
     core_flops: float = 40e9
+    # Rate of experts that the GPU brings beside the CPU, over that of the link. A kernel copies at 51 of 54.5 GB/s on
+    # an H200; unpacking and products of 13 MB take some 30 us more, by the bandwidth of its memory.
+    linked_rate: float = 0.83
     assumed_cores: int = 16
     cpu_reads: float = 0.6
     assumed_reads: float = 50e9  # the same of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s
@@ -226,7 +230,17 @@ class Timing:
         away = model.routed_bytes - self._sizes.resident_experts
         flops = 2 * away / model.dtype_bytes * pairs / (cores * RATES.core_flops)
         layers = sum(layer.expert_parameters > 0 for layer in model.layers) - len(self.placement.expert_layers)
-        return layers * RATES.cpu_layer_s + max(touched * self.placement.expert_ratio / (RATES.cpu_codes * rate), flops)
+        stored, linked = touched * self.placement.expert_ratio, self._linked_share(tokens)
+        on_cpu = (1 - linked) * max(stored / (RATES.cpu_codes * rate), flops)
+        on_link = linked * stored / (RATES.linked_rate * machine.h2d_bandwidth) if machine.h2d_bandwidth else 0.0
+        return layers * RATES.cpu_layer_s + max(on_cpu, on_link)
+
+    def _linked_share(self, tokens: int) -> float:
+        """Return the share of a pass's experts that the link brings."""
+        model, placement = self.model, self.placement
+        experts = model.num_experts * model.touched_share(tokens)
+        most = LINKED_BYTES // max(1, round(model.expert_bytes * placement.expert_ratio))
+        return min(int(placement.linked_share * experts + 0.5), most) / experts
 
     def attention_bytes(self, kv: float) -> float:
         """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
@@ -445,6 +459,14 @@ def cpu_reading_rate(machine: Machine) -> float | None:
     """Return the rate at which CPUs read host memory; None if unknown."""
     copied = machine.host_bandwidth and RATES.cpu_reads * machine.host_bandwidth
     return machine.attention_rate(1) or copied
+
+
+def linked_share(machine: Machine) -> float:
+    """Return the share of experts for the link beside the CPU. Both take as long."""
+    alone = cpu_reading_rate(machine) or RATES.assumed_reads
+    cpu = RATES.cpu_codes * min(alone, machine.shared_attention_bandwidth or alone)
+    link = RATES.linked_rate * (machine.h2d_bandwidth or 0.0)
+    return link / (link + cpu)
 
 
 def may_compute_experts(machine: Machine) -> bool:

@@ -154,7 +154,8 @@ class Stream(SharedPasses):
         if source.experts and isinstance(source, MemorySource):
             tokens, auto, cpu = self.plan.placement.cpu_tokens, self.options.experts == "auto", None
             if tokens:
-                cpu = CpuExperts(self.device, tokens, fast=auto, progress=self.progress)
+                linked = self.plan.placement.linked_share
+                cpu = CpuExperts(self.device, tokens, fast=auto, progress=self.progress, linked=linked)
             given, loader.experts = loader.experts, {}
             self._pool = ExpertPool(source, self.device, ring, cpu, self._products, given)
             del given

@@ -10,7 +10,9 @@ kind is compared with that of the model's own code; without a compiler, or where
 """
 
 import weakref
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p, pointer
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -22,6 +24,7 @@ from torch import Tensor
 from zinfer.core.case import Option
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.quantization.dequantize import table
+from zinfer.engine.stream.experts.link import LinkExperts
 from zinfer.engine.stream.experts.modules import computes_more, gate_of
 from zinfer.engine.stream.kv.cpu_kernel import library
 from zinfer.engine.stream.weights.formats import CodesLayout
@@ -39,6 +42,7 @@ _MORE = ("e8m0", "e4m3", "int16", "int8", "whole8", "codes8", "codes4", "codes5"
 _KINDS = {name: number for number, name in enumerate(_MORE, len(_TYPES))}
 _ZEROS = {torch.float16: _TYPES.index(torch.float16), torch.int16: _KINDS["int16"], torch.uint8: _KINDS["whole8"]}
 _SUPERS = {("whole8", (1, 32), True), ("int8", (1, 16), False)}  # tables and blocks of scales with factors; minimums
+Linked = Callable[[], Tensor] | None  # computes the link's experts meanwhile
 
 
 class Unsupported(Exception):
@@ -101,8 +105,9 @@ def _stop(requests: Any, thread: Thread, *_kept: object) -> None:
 
 class CpuExperts(CheckedKernel):
     """Experts that the CPU computes. Calls have up to `tokens` tokens, and results go to `device`. `threads` compute
-    them, by default one on nearly every core. With `fast` they are computed only where all products are fast ones.
-    `status` is ``on``, or why the CPU computes none."""
+    them, by default one on nearly every core. With `fast` they are computed only where all products are fast ones. The
+    device computes a share `linked` of them meanwhile, which it brings itself. `status` is ``on``, or why the CPU
+    computes none."""
 
     status: str
 
@@ -113,12 +118,14 @@ class CpuExperts(CheckedKernel):
         threads: int | None = None,
         fast: bool = False,
         progress: Progress = silent,
+        linked: float = 0.0,
     ) -> None:
         self._library = library(SOURCE)
         trouble = cannot_run(device) if device.type == "cuda" else None  # kernels ask for them
         status = trouble or "on" if self._library else "no C compiler that works here"
         super().__init__(status, "the model's own experts", progress)
         self.tokens, self._device, self._fast = tokens, device, fast
+        self._link = LinkExperts(device, linked, progress)
         self.each = 0  # experts of a token in the latest call
         self._threads = threads or attending_cpus(usable_cpus())
         self._layers: dict[int, Any] = {}
@@ -129,14 +136,17 @@ class CpuExperts(CheckedKernel):
         self._kept = list[tuple[object, ...]]()  # calls and buffers of before
         self._dtype, self._width = torch.float32, 0
 
-    def attach(self, number: int, packed: PackedExperts, experts: Experts, memory: Tensor) -> None:
-        """Read the experts of layer `number` where they lie in `memory`; `status` says why if that cannot be."""
+    def attach(self, number: int, packed: PackedExperts, experts: Experts, memory: Tensor, buffer: Tensor) -> None:
+        """Read the experts of layer `number` where they lie in `memory`; `status` says why if that cannot be. Their
+        module's weights are views of the layer buffer `buffer`."""
         if self.status != "on":
             return
         try:
             self._layers[number] = self._layer_of(packed, experts, memory)
         except Unsupported as error:
             self.status = str(error)
+        if self.status == "on":
+            self._link.attach(number, packed, experts.module, memory, buffer, MAX_PAIRS)
 
     def takes(self, layer: int, states: Tensor, chosen: Tensor, weights: Tensor) -> bool:
         """Tell whether the experts of a call can be computed."""
@@ -154,18 +164,37 @@ class CpuExperts(CheckedKernel):
         """Queue the experts of a layer; return their sum ``[tokens, H]``. Takes hidden states ``[tokens, H]``, numbers
         of the chosen experts and their weights, ``[tokens, k]`` each. Nothing waits for the device."""
         count, self.each = chosen.shape
-        host_states, host_chosen, host_weights, host_out, _ = self._memory_for(self.each)
+        self._memory_for(self.each)
         call = self._call(layer, count, self.each)
-        if self._device.type == "cuda":
-            return self._requested(call, states, chosen, weights)
-        sent = (host_states, states), (host_chosen, chosen), (host_weights, weights)
-        for host, tensor in sent:
-            host[: tensor.numel()].view(tensor.shape).copy_(tensor)
-        self._library.compute_experts(byref(call))
-        return host_out[: states.numel()].view(states.shape).clone()
+        compute = self._requested if self._device.type == "cuda" else self._computed
+        alone = partial(compute, call, states, chosen, weights)
+        if not self.linked(layer, chosen.numel()):
+            return alone()
 
-    def _requested(self, call: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Have the device ask for a call and wait for it. Both are in its current stream."""
+        def shared() -> Tensor:
+            split = self._link.split(layer, chosen)
+            linked = partial(self._link.compute, layer, split, states, weights)
+            return compute(call, states, split.others, weights, linked)
+
+        output = self._link.checked((states.dtype, weights.dtype), shared, alone)
+        return alone() if output is None else output
+
+    def linked(self, layer: int, pairs: int) -> int:
+        """Return how many experts of a layer the link brings. Given are `pairs` choices of different ones."""
+        return self._link.slots(layer, pairs)
+
+    def _computed(self, call: Any, states: Tensor, chosen: Tensor, weights: Tensor, linked: Linked = None) -> Tensor:
+        """Compute a call at once."""
+        *host, out, _ = self._buffers
+        for memory, tensor in zip(host, (states, chosen, weights), strict=True):
+            memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        self._library.compute_experts(byref(call))
+        result = out[: states.numel()].view(states.shape)
+        return result.clone() if linked is None else result + linked()
+
+    def _requested(self, call: Any, states: Tensor, chosen: Tensor, weights: Tensor, linked: Linked = None) -> Tensor:
+        """Have the device ask for a call and wait for it. Both are in its current stream, as is what it computes
+        meanwhile."""
         from zinfer.engine.stream.experts.request import receive, send
 
         if self._server is None:
@@ -177,7 +206,7 @@ class CpuExperts(CheckedKernel):
         if self._latest is not None and not recorded:
             self._latest.wait()  # calls share memory, and may come from two streams
         send((states, chosen, weights), sent, self._server.asked, self._server.done, call.number)
-        result = receive(out, self._server.done, states)
+        result = receive(out, self._server.done, states, None if linked is None else linked())
         if not recorded:
             self._latest = torch.cuda.Event()
             self._latest.record()
@@ -192,12 +221,14 @@ class CpuExperts(CheckedKernel):
             "cpu_expert_tokens": self.tokens,
             "cpu_expert_threads": self._threads,
             "cpu_expert_products": "bf16" if self._layers and fast else "float32",
+            **self._link.settings,
         }
 
     def close(self) -> None:
         """Forget all experts; the device must have computed them."""
         if self._server is not None:
             self._server.close()
+        self._link.close()
         self._layers, self._calls, self._buffers, self._kept = {}, {}, (), []
         self.status = "closed"
 

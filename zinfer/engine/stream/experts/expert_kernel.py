@@ -161,17 +161,18 @@ def _multiply(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Multiply tiles of an expert's matrix with the states of one pair. `ONCE` means that no other pair has the same
-    expert."""
+    expert. Nothing is read for a number that names none."""
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     pair = tl.program_id(0)
     expert = tl.load(experts + pair).to(tl.int64)
-    expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
+    valid = (expert >= 0) & (expert < EXPERTS)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     states += pair // EACH * COLUMNS
     weights += expert * (ROWS * COLUMNS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     first = tl.program_id(2) * steps
-    for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
+    end = tl.where(valid, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS)), first)
+    for step in range(first, end):
         column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         element = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
         if ROWS % BLOCK_ROWS == 0 and COLUMNS % BLOCK_COLUMNS == 0:

@@ -64,7 +64,7 @@ class FewExperts(CheckedKernel):
         chosen = self._implementation(module)
         if self.status != "on" or kwargs or not _serves(module, *args):
             return chosen(module, *args, **kwargs)
-        output = self.checked(_kind(module, *args), lambda: _compute(module, *args), lambda: chosen(module, *args))
+        output = self.checked(_kind(module, *args), lambda: compute(module, *args), lambda: chosen(module, *args))
         return chosen(module, *args) if output is None else output
 
     def _implementation(self, module: nn.Module) -> Implementation:
@@ -126,7 +126,9 @@ def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -
     return (*kind, None if _from_codes(up, down) is not None else tuple(experts.shape))
 
 
-def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum ``[tokens, H]`` of a module's experts by the kernels. They take hidden states ``[tokens, H]``, and
+    numbers of experts and their weights, ``[tokens, k]`` each. Numbers that name none of them add nothing."""
     from zinfer.engine.stream.experts.expert_kernel import activate, combine, multiply
 
     (up, up_bias), (down, down_bias) = _matrices(module)

@@ -225,10 +225,15 @@ class ExpertPool:
         self.resize(2, 0)
 
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
-        """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay."""
+        """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay. Beside
+        the CPU as many experts came as may, or fewer where tokens shared them, which the device alone knows."""
         if self._cpu is not None and self.computes(tokens):
-            layers = len(self.layers) - len(self._resident)
-            self.steps.append(ExpertCounts(on_cpu=tokens * self._cpu.each * layers))
+            pairs, layers = tokens * self._cpu.each, self.layers.keys() - self._resident.keys()
+            linked = {layer: self._cpu.linked(layer, pairs) for layer in layers}
+            wire = sum(count * self._packed((layer, 0)).size for layer, count in linked.items())
+            delivered = sum(count * self._packed((layer, 0)).unpacked_bytes for layer, count in linked.items())
+            fetched = sum(linked.values())
+            self.steps.append(ExpertCounts(wire, delivered, fetched, on_cpu=pairs * len(layers) - fetched))
         else:
             self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
@@ -285,7 +290,7 @@ class ExpertPool:
         """Make a layer's experts views of the layer buffer. Those chosen come before they compute, or the CPU does."""
         self._experts[layer] = experts
         if self._cpu is not None and layer not in self._given:
-            self._cpu.attach(layer, self.layers[layer], experts, self._source)
+            self._cpu.attach(layer, self.layers[layer], experts, self._source, self.layer_buffer)
         self._weights[layer] = {name: entry.put(self._weight(layer, name)) for name, entry in experts.weights.items()}
         signature, computed = inspect.signature(type(experts.module).forward), experts.module.forward
 
@@ -301,6 +306,7 @@ class ExpertPool:
                 return computed(*args, **kwargs)
             if self._cpu is None or not self._computing or len(given) != 3 or not self._cpu.takes(layer, *given):
                 return on_device()
+            self._filled = -1, set()  # the link's experts are unpacked there
             kind = type(experts.module), given[0].dtype
             output = self._cpu.checked(kind, partial(self._cpu.compute, layer, *given), on_device)
             return on_device() if output is None else output
@@ -377,7 +383,7 @@ class ExpertPool:
         memory = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
         self._returned[layer] = memory.copy_(content)
         if self._cpu is not None:
-            self._cpu.attach(layer, self.layers[layer], self._experts[layer], memory)
+            self._cpu.attach(layer, self.layers[layer], self._experts[layer], memory, self.layer_buffer)
 
     def _copy_of(self, layer: int) -> Tensor:
         packed = self.layers[layer]
@@ -419,7 +425,7 @@ class ExpertPool:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order. With `computing` the CPU
         computes them. Experts that stay neither come nor go."""
         self.scanning, self._computing = scanning and not computing, computing
-        if self._resident:  # whose graphs may have filled the layer buffer
+        if self._resident or self._cpu is not None:  # whose graphs may have filled the layer buffer
             self._filled = -1, set()
         self._asked.clear()
         while self._coming:

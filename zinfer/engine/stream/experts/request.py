@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zinfer.engine.stream.weights.expand import rounded
+
 SENT, RECEIVED = 4096, 1024  # values that a program moves at a time
 
 
@@ -29,11 +31,11 @@ def send(tensors: Sequence[Tensor], host: Sequence[Tensor], asked: Tensor, done:
     )  # fmt: skip
 
 
-def receive(host: Tensor, done: Tensor, states: Tensor) -> Tensor:
+def receive(host: Tensor, done: Tensor, states: Tensor, linked: Tensor | None = None) -> Tensor:
     """Return the result of the request sent before. It has the shape and type of `states`; `host` is its pinned memory.
-    The current stream waits for it."""
+    The current stream waits for it. The result of the link's experts, `linked`, is added."""
     out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
-    _receive[(triton.cdiv(out.numel(), RECEIVED),)](host, done, out, out.numel(), BLOCK=RECEIVED)
+    _receive[(triton.cdiv(out.numel(), RECEIVED),)](host, done, linked, out, out.numel(), BLOCK=RECEIVED)
     return out
 
 
@@ -72,11 +74,14 @@ def _send(
 
 
 @triton.jit(do_not_specialize=["values"])
-def _receive(host, done, out, values, BLOCK: tl.constexpr):
+def _receive(host, done, linked, out, values, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     while tl.load(done, volatile=True) == 0:
         pass
     _fence()
     tl.debug_barrier()
     value = tl.load(host + place, mask=place < values, volatile=True)
+    if linked is not None:
+        total = value.to(tl.float32) + tl.load(linked + place, mask=place < values).to(tl.float32)
+        value = rounded(total, out.dtype.element_ty)
     tl.store(out + place, value, mask=place < values)

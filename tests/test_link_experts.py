@@ -114,6 +114,16 @@ def test_without_kernels_the_cpu_computes_all(compiler: None) -> None:
     assert computed.linked(0, 9) == 0
 
 
+def test_experts_that_are_larger_than_all_slots_are_left_to_the_cpu(
+    compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "cannot_run", lambda _device: None)
+    monkeypatch.setattr(link, "LINKED_BYTES", 1 << 10)
+    computed, _ = made(Swiglu(), "mxfp4", SIZE, FP32, linked=0.5)
+    assert computed.settings["cpu_expert_link"] == "an expert is larger than 0.00 GiB"
+    assert computed.linked(0, 9) == 0
+
+
 def test_shares_are_percentages_and_planned_where_there_is_a_link() -> None:
     h200 = machines.load("h200")
     assert 0.3 < linked_share(h200) < 0.6

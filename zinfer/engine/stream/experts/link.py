@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zinfer.core.case import Option
 from zinfer.core.engine import LINKED_BYTES
 from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gib
 from zinfer.engine.stream.experts import few_experts
 from zinfer.engine.stream.weights.chunk import Chunk, Repeat
 from zinfer.engine.stream.weights.packed_experts import PackedExperts
@@ -70,9 +71,12 @@ class LinkExperts(CheckedKernel):
         if self._device.type == "cuda" and not memory.is_pinned():
             self.status = "experts are not in pinned memory"
             return
+        first, count, stride = packed.experts[0], len(packed.experts), packed.repeats[0].packed
+        if stride > LINKED_BYTES:
+            self.status = f"an expert is larger than {gib(LINKED_BYTES, 2)}"
+            return
         from zinfer.engine.stream.experts.link_kernel import UNIT
 
-        first, count, stride = packed.experts[0], len(packed.experts), packed.repeats[0].packed
         size = -(-first.size // UNIT) * UNIT
         source = memory[packed.start :][: (count - 1) * stride + size]
         steps = zip(first.chunks, packed.repeats, strict=True)

@@ -80,7 +80,9 @@ def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, 
         sent.append(name)
         if not isinstance(loaded, Tensor):
             coded.add(name)
-            loaded = torch.cat([expand(codes, plain[name].dtype) for codes in loaded]).view(plain[name].shape)
+            whole = plain[name].mT if loaded[0].transposed else plain[name]
+            rows = torch.cat([expand(codes, whole.dtype) for codes in loaded]).view(whole.shape)
+            loaded = rows.mT if loaded[0].transposed else rows
         assert torch.equal(loaded, plain[name])
     assert plain.keys() == set(sent) == state.entries.keys()
     return plain, coded

@@ -53,7 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("case", SPLITS, ids=str)
 def test_the_most_wanted_experts_come(case: Any, results: dict[str, Any]) -> None:
     (_tokens, _each, count, share, slots), chosen = case, chosen_of(*case[:3])
-    experts, places, others = results[f"split {case}"]
+    experts, places, others, done = results[f"split {case}"]
     valid = chosen[(chosen >= 0) & (chosen < count)]
     uses = torch.bincount(valid, minlength=count)
     taken = experts[experts >= 0]
@@ -65,6 +65,7 @@ def test_the_most_wanted_experts_come(case: Any, results: dict[str, Any]) -> Non
     assert torch.equal(known, chosen), "each choice is the link's or the CPU's"
     assert not torch.isin(others[others >= 0], taken).any()
     assert (others[places >= 0] == -1).all()
+    assert done.tolist() == [100 + len(taken), 200 + int(((others >= 0) & (others < count)).sum())]
 
 
 def test_slots_get_the_bytes_of_their_experts(results: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ def test_engines_give_the_logits_of_experts_on_the_cpu(name: str, results: dict[
     settings, alone, both = results[f"engine {name}"]
     assert all(error(*step) < 1e-4 for step in zip(both, alone, strict=True))
     assert (settings["cpu_experts"], settings["cpu_expert_link"]) == ("on", "on")
-    assert settings["cpu_expert_link_share"] == 0.5
+    assert settings["linked_share"] == 0.5
     each = 3 if name.startswith("qwen3") else 2
     linked = round(each / 2)
     assert settings["experts_fetched_per_step"] == linked
@@ -110,7 +111,7 @@ def test_without_kernels_the_cpu_computes_all(compiler: None) -> None:
     computed, values = made(Swiglu(), "mxfp4", SIZE, FP32, linked=0.5)
     given = call(3, SIZE[1], SIZE[0], FP32)
     assert error(computed.compute(0, *given), exact(Swiglu(), values, *given)) < 2e-6
-    assert (computed.settings["cpu_expert_link"], computed.settings["cpu_expert_link_share"]) == ("no GPU", 0.0)
+    assert (computed.settings["cpu_expert_link"], computed.settings["linked_share"]) == ("no GPU", 0.0)
     assert computed.linked(0, 9) == 0
 
 
@@ -137,7 +138,7 @@ def test_shares_are_percentages_and_planned_where_there_is_a_link() -> None:
 def test_the_kernels_compile_for_an_h100() -> None:
     from zinfer.engine.stream.experts import link_kernel, request
 
-    pointers = dict.fromkeys(("chosen", "experts", "places", "others"), "*i64")
+    pointers = dict.fromkeys(("chosen", "experts", "places", "others", "done"), "*i64")
     constants = {"COUNT": 128, "WIDTH": 128, "STEP": 64, "PARTS": link_kernel.PARTS}
     compile_for_h100(link_kernel._split, constants, pointers, num_warps=8)
     pointers = {"source": "*i32", "experts": "*i64", "out": "*i32"}
@@ -154,7 +155,8 @@ def main(path: Path) -> None:
     results: dict[str, Any] = {}
     for case in SPLITS:
         tokens, each, count, share, slots = case
-        results[f"split {case}"] = split(chosen_of(tokens, each, count), count, slots, share)
+        done = torch.tensor([100, 200])
+        results[f"split {case}"] = *split(chosen_of(tokens, each, count), count, slots, share, done), done
     size, stride = 20 * 1024 + 64, 24 * 1024
     source, experts = torch.randint(256, (6 * stride,), dtype=torch.uint8), torch.tensor([5, -1, 0, 3])
     out = torch.full((4 * stride,), 7, dtype=torch.uint8)

@@ -482,9 +482,12 @@ class Placer:
         free, factor = self._free(placement, workload) * placement.gpus, (self.efficiency or Efficiency()).memory
         if placement.experts == "on-demand":
             expert = max(1, round(factor * model.expert_bytes * placement.wire_ratio))
-            more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert))
             routed, others = (ratio * placement.form_ratio for ratio in Sizes(placement, model).at_rest)
-            kept, free, all_fit = _fitting(self._streamed_sizes(placement), others, free - more * expert)
+            dense, missing = self._streamed_sizes(placement), placement.layer_experts - placement.expert_buffers
+            # Beside the CPU the link brings experts in each step: dense layers that stay leave it to them.
+            first = _fitting(dense, others, free)[0] * others if placement.linked_share else 0
+            more = max(0, min(missing, int(free - first) // expert))
+            kept, free, all_fit = _fitting(dense, others, free - more * expert)
             if all_fit:
                 room = int(free / (model.expert_bytes * routed))
                 kept += min(model.routed_bytes // model.expert_bytes, room) * model.expert_bytes

@@ -57,11 +57,11 @@ class Rates:
     # steps of gpt-oss-120b on 16 cores. FLOPs a second of a core on 4-bit codes: a prototype. Cores of a machine that
     # was not probed; and the CPU's rate over that of a copy in host memory, where the former is not known.
     cpu_layer_s: float = 80e-6
-    cpu_codes: float = 0.75
+    cpu_codes: float = 0.87
     core_flops: float = 40e9
-    # Rate of experts that the GPU brings beside the CPU, over that of the link. A kernel copies at 51 of 54.5 GB/s on
-    # an H200; unpacking and products of 13 MB take some 30 us more, by the bandwidth of its memory.
-    linked_rate: float = 0.83
+    # Rate of experts that the GPU brings, unpacks and multiplies beside the CPU, over that of the link: steps of
+    # gpt-oss-120b on an H200, where a kernel alone copies at 0.91 of it.
+    linked_rate: float = 0.7
     assumed_cores: int = 16
     cpu_reads: float = 0.6
     assumed_reads: float = 50e9  # the same of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s

@@ -282,7 +282,10 @@ def _int_codes(
 
 
 def _expert_codes(weight: QuantizedWeight, codes: Tensor, scales: Tensor, inner: torch.dtype) -> Codes:
-    """Return experts in MXFP4, ``[experts, out, in / 32, 16]``, of a stack ``[experts, in, out]``."""
+    """Return a stack of experts in MXFP4.
+
+    It is stored as ``[experts, out, in / 32, 16]``, of an entry ``[experts, in, out]``.
+    """
     _check_exponents(weight.name, scales)
     numbers, (size, _) = codes.view(torch.uint8).flatten(-2).flatten(0, 1), weight.block
     return Codes(numbers, weight.shape[1], 4, "e2m1", scales.view(torch.uint8).flatten(0, 1), (1, size), inner, "e8m0",

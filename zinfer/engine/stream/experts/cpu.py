@@ -183,6 +183,11 @@ class CpuExperts(CheckedKernel):
         """Return how many experts of a layer the link brings. Given are `pairs` choices of different ones."""
         return self._link.slots(layer, pairs)
 
+    @property
+    def beside(self) -> tuple[int, int]:
+        """Counts since the load: experts that the link brought, choices that the CPU computed beside them."""
+        return self._link.done
+
     def _computed(self, call: Any, states: Tensor, chosen: Tensor, weights: Tensor, linked: Linked = None) -> Tensor:
         """Compute a call at once."""
         *host, out, _ = self._buffers

@@ -99,7 +99,7 @@ def _matrices(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _exchanged(weights: Tensor) -> bool | None:
-    """Tell whether the last two dimensions of a stack lie exchanged in memory; None if it has gaps."""
+    """Tell whether a stack's last dimensions are exchanged in memory; None if it has gaps."""
     if weights.is_contiguous():
         return False
     rows, columns = weights.shape[1:]

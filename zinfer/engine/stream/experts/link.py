@@ -57,6 +57,13 @@ class LinkExperts(CheckedKernel):
         self.share, self._device = share, device
         self._layers: dict[int, _Layer] = {}
         self._slots = torch.empty(0, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self._done = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda" and self.status == "on")
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """Counts since the load: experts that came, choices that the CPU computed beside them."""
+        return int(self._done[0]), int(self._done[1])
 
     def attach(
         self, number: int, packed: PackedExperts, module: nn.Module, memory: Tensor, buffer: Tensor, pairs: int
@@ -97,7 +104,8 @@ class LinkExperts(CheckedKernel):
         """Divide the choices ``[tokens, k]`` of a layer."""
         from zinfer.engine.stream.experts.link_kernel import split
 
-        return Split(*split(chosen, self._layers[layer].count, self.slots(layer, chosen.numel()), self.share))
+        own = self._layers[layer]
+        return Split(*split(chosen, own.count, self.slots(layer, chosen.numel()), self.share, self._done))
 
     def compute(self, layer: int, chosen: Split, states: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the link's experts, ``[tokens, H]``. Takes hidden states ``[tokens, H]`` and the weights of
@@ -113,7 +121,7 @@ class LinkExperts(CheckedKernel):
     @property
     def settings(self) -> dict[str, Option]:
         """Way in which experts are divided, for the record."""
-        return {"cpu_expert_link": self.status, "cpu_expert_link_share": self.share if self.status == "on" else 0.0}
+        return {"cpu_expert_link": self.status, "linked_share": self.share if self.status == "on" else 0.0}
 
     def close(self) -> None:
         """Forget all experts."""

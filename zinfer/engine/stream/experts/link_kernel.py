@@ -17,19 +17,20 @@ PARTS = 1 << 10  # in which a share is counted
 VALUES = 8192  # comparisons of choices with experts that the program does at a time
 
 
-def split(chosen: Tensor, count: int, slots: int, share: float) -> tuple[Tensor, Tensor, Tensor]:
+def split(chosen: Tensor, count: int, slots: int, share: float, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Choose a `share` of the distinct experts of `chosen`.
 
     The most wanted come first, and at most `slots`. `chosen` is int64 ``[tokens, k]``; numbers that are not below
     `count` name no expert. Returns, as int64, the experts ``[slots]``, -1 where there are fewer; each choice's slot
-    ``[tokens, k]``, or -1; and the choices that have none, ``[tokens, k]``, -1 where they have.
+    ``[tokens, k]``, or -1; and the choices that have none, ``[tokens, k]``, -1 where they have. `done`, int64 ``[2]``,
+    perhaps in pinned memory, counts experts that come and choices of the CPU.
     """
     chosen, width = chosen.contiguous(), max(16, triton.next_power_of_2(max(count, slots)))
     experts = torch.empty(slots, dtype=torch.int64, device=chosen.device)
     places, others = torch.empty_like(chosen), torch.empty_like(chosen)
     step = max(16, min(VALUES // width, triton.next_power_of_2(chosen.numel())))
     _split[(1,)](
-        chosen, experts, places, others, chosen.numel(), round(share * PARTS), slots,
+        chosen, experts, places, others, done, chosen.numel(), round(share * PARTS), slots,
         COUNT=count, WIDTH=width, STEP=step, PARTS=PARTS, num_warps=8,
     )  # fmt: skip
     return experts, places, others
@@ -54,6 +55,7 @@ def _split(
     experts,
     places,
     others,
+    done,
     pairs,
     share,
     slots,
@@ -73,13 +75,18 @@ def _split(
     order = tl.sort((pairs - uses) * WIDTH + number)  # unused experts come last
     taken = tl.where(number < taken, order % WIDTH, -1)
     tl.store(experts + number, taken.to(tl.int64), mask=number < slots)
+    tl.store(done, tl.load(done) + tl.sum((taken >= 0).to(tl.int64), 0))
+    left = tl.zeros([], tl.int64)
     for first in range(0, pairs, STEP):
         pair = first + tl.arange(0, STEP)
         choice = tl.load(chosen + pair, mask=pair < pairs, other=-1)
         found = (choice[:, None] == taken[None, :]) & (taken[None, :] >= 0)
         place = tl.max(tl.where(found, number[None, :], -1), 1)
         tl.store(places + pair, place.to(tl.int64), mask=pair < pairs)
-        tl.store(others + pair, tl.where(place < 0, choice, -1), mask=pair < pairs)
+        choice = tl.where(place < 0, choice, -1)
+        tl.store(others + pair, choice, mask=pair < pairs)
+        left += tl.sum(((choice >= 0) & (choice < COUNT)).to(tl.int64), 0)
+    tl.store(done + 1, tl.load(done + 1) + left)
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -197,6 +197,7 @@ class ExpertPool:
         self._filled_in = set[str]()  # weights that stay, unpacked to the layer buffer in the call under way
         self._computing = False  # the CPU computes the experts of the pass under way
         self.counts = ExpertCounts()
+        self._beside, self._begun = (0, 0), 2  # what was done beside the CPU, and passes begun, since the last step
         self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
         self.scanning = False  # the pass under way brings all experts in order
         self._source, self._device, self._ring, self._queues = source.memory, device, ring, ring.queues
@@ -225,17 +226,25 @@ class ExpertPool:
         self.resize(2, 0)
 
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
-        """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay. Beside
-        the CPU as many experts came as may, or fewer where tokens shared them, which the device alone knows."""
+        """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay. Experts
+        that came beside the CPU's are those of the step before, as the host does not wait for the device."""
         if self._cpu is not None and self.computes(tokens):
-            pairs, layers = tokens * self._cpu.each, self.layers.keys() - self._resident.keys()
-            linked = {layer: self._cpu.linked(layer, pairs) for layer in layers}
-            wire = sum(count * self._packed((layer, 0)).size for layer, count in linked.items())
-            delivered = sum(count * self._packed((layer, 0)).unpacked_bytes for layer, count in linked.items())
-            fetched = sum(linked.values())
-            self.steps.append(ExpertCounts(wire, delivered, fetched, on_cpu=pairs * len(layers) - fetched))
+            layers, pairs = self.layers.keys() - self._resident.keys(), tokens * self._cpu.each
+            linked = [layer for layer in layers if self._cpu.linked(layer, pairs)]
+            before_it, self._beside = self._beside, self._cpu.beside
+            fetched, on_cpu = (now - then for now, then in zip(self._beside, before_it, strict=True))
+            on_cpu += pairs * (len(layers) - len(linked))
+            if self._begun <= 1 or not linked:  # no other pass came between
+                size, unpacked = self._sizes(linked)
+                self.steps.append(ExpertCounts(fetched * size, fetched * unpacked, fetched, on_cpu=on_cpu))
+            self._begun = 0
         else:
             self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
+
+    def _sizes(self, layers: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes of an expert of `layers`, packed and unpacked. All of them have the same."""
+        expert = self._packed((layers[0], 0)) if layers else None
+        return (0, 0) if expert is None else (expert.size, expert.unpacked_bytes)
 
     def computes(self, tokens: int) -> bool:
         """Tell whether the CPU computes the experts of passes of `tokens` tokens. Layers whose experts stay do without
@@ -425,6 +434,7 @@ class ExpertPool:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order. With `computing` the CPU
         computes them. Experts that stay neither come nor go."""
         self.scanning, self._computing = scanning and not computing, computing
+        self._begun += 1
         if self._resident or self._cpu is not None:  # whose graphs may have filled the layer buffer
             self._filled = -1, set()
         self._asked.clear()

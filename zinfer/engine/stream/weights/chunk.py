@@ -192,7 +192,7 @@ def pack(
 
 
 def place_of(place: TensorPlace, matrices: Sequence[Codes]) -> TensorPlace:
-    """Return the place of a quantised tensor that consists of the rows of `matrices`."""
+    """Return the place of a quantised tensor. It consists of the rows of `matrices`."""
     return replace(place, transposed=matrices[0].transposed)
 
 

@@ -1,11 +1,9 @@
 """Tests of README and docs: tables are those of the records, commands are understood, links and names exist."""
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -187,48 +185,25 @@ def test_targets_of_make_exist(page: str) -> None:
 
 
 @cache
-def names_by_module() -> dict[str, dict[str, set[str]]]:
-    """Return ``zinfer``'s top-level names and class attributes, by module. Names of modules lack that prefix."""
-    names = {}
+def names_of_code() -> set[str]:
+    """Return modules of ``zinfer`` and their names, alone and behind an owner."""
+    names = set[str]()
     for path in CODE.rglob("*.py"):
         module = ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__")
-        names[module] = _names(ast.parse(path.read_text()).body)
-    return names
-
-
-def _names(body: list[ast.stmt]) -> dict[str, set[str]]:
-    names: dict[str, set[str]] = {}
-    for node in body:
-        match node:
-            case ast.ClassDef():
-                names[node.name] = set(_names(node.body))
-            case ast.FunctionDef():
-                names[node.name] = set()
-            case ast.Assign():
-                names |= {
-                    name.id: set() for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
-                }
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names[name] = set()
-    return names
+        names.add(module)
+        owner = ""
+        for inner, *found in re.findall(r"^( {4}|)(?:(?:class|def) (\w+)|(\w+)(?::| =))", path.read_text(), flags=re.M):
+            name = "".join(found)
+            owner = owner if inner else name
+            names |= {name, f"{module}.{name}", f"{owner}.{name}", f"{module}.{owner}.{name}"}
+    return names | {name.rpartition(".")[2] for name in names}
 
 
 def exists(name: str) -> bool:
-    """Tell whether `name` is a file, module, or defined name.
-
-    Files are named from the repository's root or from ``zinfer``; modules from ``zinfer``.
-    """
+    """Tell whether `name` is a file or a name of code."""
     if "/" in name or name.endswith((".py", ".c", ".toml")):
         return (ROOT / name).exists() or (CODE / name).exists()
-    modules = names_by_module()
-    owner, _, last = name.rpartition(".")
-    if name in modules or last in modules.get(owner, {}):
-        return True
-    module, _, owner = owner.rpartition(".")
-    places = [names for path, names in modules.items() if module in ("", path)]
-    if not owner:
-        return any(last in (*names, *chain(*names.values())) for names in places)
-    return any(last in names.get(owner, ()) for names in places)
+    return name in names_of_code()
 
 
 @pytest.mark.parametrize("page", WRITTEN)

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,17 +242,3 @@ def test_names_that_a_shell_would_read_are_quoted() -> None:
     for command in case_commands(asked):
         assert "'my model; rm'" in command
         assert "--option kv_offload=true" in command
-
-
-@pytest.mark.long
-def test_no_verb_over_results_needs_torch_or_pyplot(results: Path, tmp_path: Path) -> None:
-    script = """
-import sys
-sys.modules['torch'] = sys.modules['matplotlib.pyplot'] = None
-from zinfer.cli import cli
-for verb in ('plot -o plots --format svg', 'report -o plots/report.html', 'best'):
-    name, *options = verb.split()
-    cli.main([name, sys.argv[1], *options], standalone_mode=False)
-"""
-    subprocess.run([sys.executable, "-c", script, str(results)], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "plots" / "report.html").is_file()

@@ -15,7 +15,7 @@ from tools.campaign.judge import DOCUMENTED
 from tools.campaign.lab import Result
 from tools.campaign.record import TITLES, Campaign, last, markdown, title
 from tools.campaign.shim import CHANGES, COUNT, FAIL, FULL, KILL, Shim, build
-from tools.campaign.subject import Ended, alive, kill
+from tools.campaign.subject import Ended, alive
 from zinfer.record import study
 
 pytestmark = pytest.mark.long
@@ -96,17 +96,6 @@ def test_files_of_records_only_grow_and_others_are_old_or_new() -> None:
     assert "sleep 60" in judge.processes({7: "sleep 60"})[0]
 
 
-def test_a_process_that_is_left_behind_is_seen(tmp_path: Path) -> None:
-    process = subprocess.Popen(["sleep", "60"], env=environment(HOME=str(tmp_path / "home")))
-    try:
-        wait(lambda: process.pid in alive(tmp_path))  # once it has its environment
-        assert process.pid not in alive(tmp_path / "other")
-    finally:
-        kill(tmp_path)
-        assert process.wait(PATIENCE_S) == -signal.SIGKILL
-    assert not alive(tmp_path)
-
-
 def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
     results = [
         Result("kill-run", 0, struck=1),
@@ -151,6 +140,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
     words, env = [sys.executable, "-c", ENDLESS, str(output), *late], environment(TMPDIR=str(tmp_path))
     process = subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, start_new_session=True)
     wait(lambda: [*alive(tmp_path).values()].count("sleep 600") >= 3)
+    assert not alive(tmp_path / "other")
     if isinstance(how, signal.Signals):
         os.killpg(process.pid, how)  # as a terminal does
     stdout, _ = process.communicate(timeout=PATIENCE_S)

@@ -272,21 +272,6 @@ def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, 
         bench.run_pass()
 
 
-def test_a_buffer_given_back_too_early_is_seen(monkeypatch: Patch) -> None:
-    bench = Bench([2600, 2600, 2600], 3, FakeQueues(), monkeypatch)
-    receive = PrefetchRing._receive
-
-    def careless(ring: PrefetchRing, index: int, chunk: Chunk | None) -> Tensor:
-        content = receive(ring, index, chunk)
-        ring._free_oldest()  # before it is read
-        ring._returned -= 1
-        return content
-
-    monkeypatch.setattr(PrefetchRing, "_receive", careless)
-    with pytest.raises(Race):
-        bench.run_pass()
-
-
 def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: Patch) -> None:
     begun: list[int] = []
     begin = PrefetchRing._begin

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.command import small_files
 from tests.results import case, point, traced
 from zinfer.core.case import Case, Workload
 from zinfer.record import jsonl
@@ -162,44 +164,21 @@ def test_lines_of_another_version_are_left_in_place(file: Path) -> None:
     assert not file.with_name(file.name + ".damaged").exists()
 
 
-FILL = """
-import resource, sys
-from pathlib import Path
-from tests.results import case, point
-from zinfer.record.store import Store, StoreError
-path = Path(sys.argv[1])
-measured = point(case(8, output_len=3), repeats=2)
-with Store.open(path) as store:
-    for room in (0, 1, 100, 500):
-        size = path.stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY))
-        try:
-            store.append(measured)
-        except StoreError as error:
-            print(error)
-        assert path.stat().st_size == size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    store.append(measured)
-"""
-
-
 def test_a_full_disk_leaves_the_whole_records(file: Path) -> None:
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", FILL, str(file)], cwd=root, capture_output=True, text=True, check=True)
-    messages = done.stdout.splitlines()
-    assert len(messages) == 4
-    assert all("cannot write" in message and "records in it are kept" in message for message in messages)
-    assert len(read(file).points) == 4
-    assert read(file).damaged == ()
+    with Store.open(file) as store:
+        size = file.stat().st_size
+        for room in (0, 1, 100, 500):
+            with small_files(size + room), pytest.raises(StoreError, match=r"cannot write .*records in it are kept"):
+                store.append(POINTS[0])
+            assert file.stat().st_size == size
+        store.append(POINTS[0])
+    assert (len(read(file).points), read(file).damaged) == (4, ())
 
 
 def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
     before = file.read_bytes()
     with Store.open(file) as store:
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
         with pytest.raises(StoreError, match="Input/output error"):
             store.append(POINTS[0])
     assert file.read_bytes() == before

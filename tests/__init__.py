@@ -14,6 +14,7 @@ from zinfer.cli import cli
 
 Checkpoints = Callable[..., Path]  # fixture `checkpoint`: makes one of `ARCHITECTURES`
 Patch = pytest.MonkeyPatch
+Spy = Callable[[Any, str], Any]  # fixture `spy`: watches a function of an object, and returns a Mock that has its calls
 PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machine may take minutes to start a process
 
 
@@ -43,6 +44,17 @@ def children(process: int) -> list[int]:
     """Return the ids of the processes that a process has started."""
     lists = Path(f"/proc/{process}/task").glob("*/children")
     return [int(child) for each in lists for child in each.read_text().split()]
+
+
+def mapping(process: Path, address: int) -> list[str]:
+    """Return the smaps lines of a process's mapping that contains `address`."""
+    lines = (process / "smaps").read_text().splitlines()
+    heads = [index for index, line in enumerate(lines) if "-" in line.split()[0]]
+    for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
+        low, high = (int(bound, 16) for bound in lines[start].split()[0].split("-"))
+        if low <= address < high:
+            return lines[start:end]
+    raise LookupError("no mapping has this address")
 
 
 def invoke(*words: object, **settings: Any) -> Result:

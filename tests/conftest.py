@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -140,6 +141,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return save_checkpoint(architecture, tmp_path_factory.mktemp(architecture), hidden_size)
 
     return make
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], Mock]:
+    """Return a function that watches one of an object: its calls are those of a Mock."""
+
+    def watch(owner: Any, name: str) -> Mock:
+        watched = Mock(side_effect=getattr(owner, name))
+        monkeypatch.setattr(owner, name, lambda *given, **named: watched(*given, **named))  # binds, unlike a Mock
+        return watched
+
+    return watch
 
 
 @pytest.fixture(scope="module")

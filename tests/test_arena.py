@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import PATIENCE_S, Patch
+from tests import PATIENCE_S, Patch, mapping
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import decoder_layers, empty_model
 from zinfer.engine import pinned
@@ -41,7 +41,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None
         address = int(process.stdout.readline())
         proc = Path(f"/proc/{process.pid}")
-        head, *rest = _mapping(proc, address)
+        head, *rest = mapping(proc, address)
         files = {os.readlink(link) for link in (proc / "fd").iterdir()}
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
@@ -55,17 +55,6 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert not any(file.startswith(("/dev/shm", str(tmp_path), "/memfd")) for file in files)
     assert not proc.exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def _mapping(proc: Path, address: int) -> list[str]:
-    """Return the lines of smaps on the mapping that contains `address`."""
-    lines = (proc / "smaps").read_text().splitlines()
-    heads = [index for index, line in enumerate(lines) if "-" in line.split()[0]]
-    for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
-        low, high = (int(bound, 16) for bound in lines[start].split()[0].split("-"))
-        if low <= address < high:
-            return lines[start:end]
-    raise AssertionError("the arena is not mapped")
 
 
 def test_without_room_nothing_is_touched(monkeypatch: Patch) -> None:
@@ -173,7 +162,7 @@ arena.memory[0] = 9
 
 def _huge_bytes(arena: PinnedArena) -> int:
     """Return the bytes of an arena's file mapped in huge pages."""
-    _, *rest = _mapping(Path("/proc/self"), arena.memory.data_ptr())
+    _, *rest = mapping(Path("/proc/self"), arena.memory.data_ptr())
     return int(dict(line.split(":", 1) for line in rest).get("ShmemPmdMapped", "0").split()[0]) << 10
 
 

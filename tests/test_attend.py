@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -248,11 +249,8 @@ def test_without_a_compiler_that_works_there_is_no_library(fresh: None, monkeypa
 
 
 def test_a_user_without_a_home_folder_is_not_an_error(fresh: None, monkeypatch: Patch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert cpu_kernel.library() is None
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import Checkpoints, Patch
+from tests.test_finite import spoil
 from tests.test_parity import greedy, load
 from tools import shapes
 from zinfer.checkpoint import resolve as resolving
@@ -227,11 +228,7 @@ def test_what_cannot_be_rounded_is_refused_in_a_line(checkpoint: Checkpoints, tm
     with pytest.raises(ZinferError, match="released quantised"):
         resolve(bare(tmp_path, "llama", FP8).name, weights="int4")
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
-    part = next(tmp_path.glob("model-*1-of*.safetensors"))
-    tensors = load_file(part)
-    name = next(name for name in tensors if name.endswith("_proj.weight"))
-    tensors[name][3, 3] = float("nan")
-    save_file(tensors, part, metadata={"format": "pt"})
+    spoil(tmp_path, float("nan"))
     state = ModelState(resolve(str(tmp_path), "bfloat16", weights="int4"), "safetensors", allow_nan=True)
     with pytest.raises(CheckpointError, match="cannot be rounded to int4"):
         list(state.load(CPU, stored=True))

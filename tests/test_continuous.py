@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.core.case import Workload
 from zinfer.engine import EngineError
-from zinfer.engine.base import Engine, Work
+from zinfer.engine.base import Engine
 from zinfer.engine.cache import WindowIndex
 from zinfer.engine.stream.engine import Stream
 from zinfer.generation import schedule, sequence, tuning
@@ -292,11 +293,7 @@ def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
 
 def test_memory_that_one_row_lacks_is_an_error(llama: Engine, monkeypatch: Patch) -> None:
     running = begin(llama)
-
-    def short(_works: Sequence[Work]) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(llama, "forward", short)
+    monkeypatch.setattr(llama, "forward", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     assert running.step() == [], "nothing to do is no pass"
     assert running.schedule.tally.passes == 0
     assert Stream.forward(llama, []) == []  # type: ignore[arg-type]

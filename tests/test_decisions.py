@@ -93,12 +93,6 @@ def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds:
     assert capacity >= large.tokens * (1 - 1e-6)
 
 
-@given(st.floats(0, 1e4), st.floats(0, 1e4))
-def test_a_higher_price_never_lowers_the_cost(first: float, second: float) -> None:
-    low, high = (cost(timed(), price) for price in sorted((first, second)))
-    assert (low.usd_per_mtok or 0) <= (high.usd_per_mtok or 0)
-
-
 def test_levels_have_a_short_form_and_are_read_as_they_are_shown() -> None:
     for short, long in {
         "ttft<=30s": "ttft:p99:<=:30s",
@@ -255,14 +249,5 @@ def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:
     assert mentions(best(results, *words).stdout, "19.5 s", "--deadline")
     (row,) = json.loads(best(results, *words, "--json").stdout)
     assert row["decision"]["fleet"] is None
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("--deadline", "8h"), ("--demand", "lots"), ("--sla", "x"), ("--objective", "cost"), ("--gpu-hour-usd", "-1"),
-     ("--utilisation", "0"), ("--spare", "-1"), ("--gpu-hour-usd", "nan")],
-)  # fmt: skip
-def test_mistakes_are_one_message(results: Path, words: tuple[str, str]) -> None:
-    done = best(results, *words)
-    assert done.exit_code != 0
-    assert isinstance(done.exception, SystemExit | EconomicsError | SlaError)
+    alone = best(results, *words[2:])
+    assert (alone.exit_code, "--deadline needs a --demand" in alone.stderr) == (2, True)

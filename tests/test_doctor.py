@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,10 +41,8 @@ def test_no_engine_is_an_error_of_the_environment(monkeypatch: Patch) -> None:
 
 @pytest.mark.torch
 def test_an_engine_that_fails_to_import_is_reported(monkeypatch: Patch) -> None:
-    def broken(target: str) -> type:
-        raise ImportError("libcudart.so.13: cannot open\nshared object file")
-
-    monkeypatch.setattr("zinfer.engine.base.load", broken)
+    broken = ImportError("libcudart.so.13: cannot open\nshared object file")
+    monkeypatch.setattr("zinfer.engine.base.load", Mock(side_effect=broken))
     assert all("libcudart.so.13: cannot open shared" in row.advice for row in doctor.engine_rows())
 
 

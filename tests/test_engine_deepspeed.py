@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests import Checkpoints, Patch
+from tests import Checkpoints, Patch, Spy
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, check_tokens, greedy, load, prompts, reference
 from zinfer.checkpoint.resolve import from_directory, with_weights
@@ -44,20 +44,14 @@ def unchanged() -> Iterator[None]:
     assert modules_under_way() == []
 
 
-def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, monkeypatch: Patch) -> None:
+def test_a_layer_is_one_fetch_and_embeddings_none(bloom: Any, spy: Spy) -> None:
     from deepspeed.runtime.zero import partition_parameters
 
     names = {id(parameter): name for name, parameter in bloom._parameters.items()}
-    fetches: list[list[str]] = []
-    fetch = partition_parameters._no_gather_coalesced
-
-    def spy(parameters: Any) -> Any:
-        fetches.append([names[id(parameter)] for parameter in parameters])
-        return fetch(parameters)
-
     greedy(bloom, (5, 3))  # DeepSpeed records its trace
-    monkeypatch.setattr(partition_parameters, "_no_gather_coalesced", spy)
+    fetch = spy(partition_parameters, "_no_gather_coalesced")
     decode(bloom, torch.zeros(2, dtype=torch.long))
+    fetches = [[names[id(parameter)] for parameter in call.args[0]] for call in fetch.mock_calls]
     layers = [[name for name in group if ".h." in name] for group in fetches]
     assert [len({name.split(".")[2] for name in group}) for group in layers] == [1, 1, 1]
     matrices = {name for name, parameter in bloom._parameters.items() if ".h." in name and len(parameter.ds_shape) > 1}
@@ -195,10 +189,7 @@ def test_a_type_that_deepspeed_does_not_compute_in_is_refused_before_anything_is
 
 
 def test_a_refusal_of_deepspeed_is_an_engine_error(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    def refuse(**_: Any) -> None:
-        raise NotImplementedError("not this one")
-
-    monkeypatch.setattr("deepspeed.initialize", refuse)
+    monkeypatch.setattr("deepspeed.initialize", Mock(side_effect=NotImplementedError("not this one")))
     with unchanged(), pytest.raises(EngineError, match=r"DeepSpeed cannot run .*: not this one"):
         load("deepspeed", checkpoint("llama"), "cpu")
 
@@ -217,11 +208,8 @@ def test_a_refusal_of_deepspeed_is_an_engine_error(checkpoint: Checkpoints, monk
 def test_a_constructor_that_fails_half_way_leaves_nothing_behind(
     where: str, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("half-way")
-
     with unchanged(), monkeypatch.context() as context, pytest.raises(OSError, match="half-way"):  # noqa: PT012
-        context.setattr(where, fail)
+        context.setattr(where, Mock(side_effect=OSError("half-way")))
         load("deepspeed", checkpoint("llama"), "cpu")
     after = load("deepspeed", checkpoint("llama"), "cpu")
     assert torch.equal(greedy(after, BATCHES[0]), reference(checkpoint("llama"))[0])

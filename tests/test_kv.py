@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests import Checkpoints, Patch, passes
+from tests import Checkpoints, Patch, Spy, passes
 from tests.grid import covering
 from tests.running import decode, error, prefill
 from tests.test_continuous import Words
@@ -27,7 +27,6 @@ from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.sequence import Sequence
 from zinfer.system.host import attending_cpus
-from zinfer.worker.measure import Samples, measure
 
 
 @pytest.mark.parametrize(
@@ -48,33 +47,19 @@ def test_tokens_are_those_of_transformers(
         read = max(lengths) + 10  # by the last step
         over_link = engine.plan.model.kv_bytes(there, read) if attention == "gpu" else 0
         assert effective.settings["kv_bytes_per_step"] == over_link
+        assert there == 0 or effective.settings["kv_attention"] == attention
         assert effective.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
 
 
-def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, spy: Spy) -> None:
     there = load("stream", checkpoint("llama"), "cpu", tokens=1, kv_offload="cpu", kv_attention="cpu")
     on_device = load("stream", checkpoint("llama"), "cpu", tokens=1, kv_offload="none")
-    many, append = list[int](), CpuStore.append
-
-    def counted(self: CpuStore, layer: int, rows: slice, *states: Any) -> Any:
-        many.append(rows.stop - rows.start)
-        return append(self, layer, rows, *states)
-
-    monkeypatch.setattr(CpuStore, "append", counted)
+    appended = spy(CpuStore, "append")
     assert torch.equal(greedy(there, (1, 1, 1)), greedy(on_device, (1, 1, 1)))
-    layers = there.plan.model.num_layers
+    layers, slices = there.plan.model.num_layers, [call.args[2] for call in appended.mock_calls]
+    many = [rows.stop - rows.start for rows in slices]
     assert many[: 3 * layers] == [1] * 3 * layers, "prompts come a few rows at a time"
     assert set(many[3 * layers :]) == {3}, "and tokens for all rows at once"
-
-
-def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints) -> None:
-    for attention, kept_on in (("gpu", "gpu"), ("cpu", "cpu")):
-        engine = load("stream", checkpoint("llama"), "cpu", kv_offload="cpu", kv_attention=attention)
-        load_of_one = engine.plan.case.workload
-        measure(engine, load_of_one, engine.plan.model.vocab_size, Samples(), repeats=1)  # and released
-        settings = engine.effective().settings
-        assert (settings["kv_host_rows"], settings["kv_attention"]) == (load_of_one.batch_size, kept_on)
-        assert (settings["kv_bytes_per_step"] > 0) is (attention == "gpu")
 
 
 def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(checkpoint: Checkpoints) -> None:

@@ -1,6 +1,5 @@
 """First passes begin while later layers load: the same tokens and facts, and no damaged weight is ever believed."""
 
-import json
 import shutil
 import threading
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests import Patch
 from tests import test_parity as parity
@@ -18,6 +16,7 @@ from tests.command import zinfer
 from tests.inline_batch import line
 from tests.inline_worker import InlineWorker
 from tests.serving import serving
+from tests.test_finite import spoil
 from tests.test_parity import BATCHES, greedy
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.source import revision_of
@@ -136,11 +135,7 @@ def test_what_counts_bytes_and_who_closes_wait_for_the_load(way: str, checkpoint
 def spoiled(checkpoint: Path, folder: Path) -> Path:
     """Copy a checkpoint whose last layer has a NaN."""
     shutil.copytree(checkpoint, folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    file = folder / index["weight_map"][LAST]
-    tensors = load_file(file)
-    tensors[LAST].view(-1)[7] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
+    spoil(folder, float("nan"), LAST)
     return folder
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests import Patch, invoke
+from tests import Patch, invoke, mapping
 from zinfer.commands.out import write
 from zinfer.commands.probe import command
 from zinfer.core.machine import Machine, MachineError
@@ -89,15 +90,8 @@ def test_the_cpu_attends_to_more_than_its_caches_hold(sizes: list[int], monkeypa
 
 def flags_of(memory: memoryview) -> list[str]:
     """Return the kernel's flags (`VmFlags`) of the mapping that `memory` lies in."""
-    address, inside = np.frombuffer(memory, dtype=np.uint8).ctypes.data, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            first, _, last = name.partition("-")
-            inside = int(first, 16) <= address < int(last, 16)
-        elif inside and name == "VmFlags:":
-            return rest
-    raise LookupError("no mapping holds this memory")
+    lines = mapping(Path("/proc/self"), np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
 
 
 @pytest.mark.torch
@@ -149,17 +143,12 @@ def test_a_path_that_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.torch
 def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: Patch) -> None:
-    seconds, copies = iter([0.0, 0.1, 0.4, 0.6]), list[int]()
+    copy = Mock(return_value=[4e9])
     monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
-    monkeypatch.setattr(probe, "perf_counter", lambda: next(seconds))
-
-    def copy(size: int, repeats: int) -> list[float]:
-        copies.append(repeats)
-        return [4e9] * repeats
-
+    monkeypatch.setattr(probe, "perf_counter", Mock(side_effect=[0.0, 0.1, 0.4, 0.6]))
     monkeypatch.setattr(probe, "_host_copy", copy)
     probe.probe(quick=True)
-    assert copies == [1, 1, 3]
+    assert [call.args[1] for call in copy.mock_calls] == [1, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +228,9 @@ def test_nvml_is_closed_after_use(monkeypatch: Patch) -> None:
     assert nvml.opened == 0
 
 
+CFS = {"cpu/job/cpu.cfs_period_us": "100000"}
+
+
 @pytest.mark.parametrize(
     ("limit", "groups", "files", "expected"),
     [
@@ -252,18 +244,8 @@ def test_nvml_is_closed_after_use(monkeypatch: Patch) -> None:
         (host.usable_cpus, "0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 3),
         (host.usable_cpus, "0::/\n", {"cpu.max": "max 100000"}, 64),
         (host.usable_cpus, "0::/\n", {"cpu.max": "50000 100000"}, 1),
-        (
-            host.usable_cpus,
-            "3:cpu,cpuacct:/job\n",
-            {"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"},
-            4,
-        ),
-        (
-            host.usable_cpus,
-            "3:cpu:/job\n",
-            {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"},
-            64,
-        ),
+        (host.usable_cpus, "3:cpu,cpuacct:/job\n", CFS | {"cpu/job/cpu.cfs_quota_us": "400000"}, 4),
+        (host.usable_cpus, "3:cpu:/job\n", CFS | {"cpu/job/cpu.cfs_quota_us": "-1"}, 64),
         (host.usable_cpus, "0::/gone\n", {}, 64),
     ],
 )

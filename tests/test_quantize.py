@@ -19,6 +19,7 @@ from tests.checkpoints import save_checkpoint, save_config
 from tests.inline_worker import InlineWorker
 from tests.running import error, prefill
 from tests.test_architecture import GEMMA, VISION
+from tests.test_finite import spoil
 from tests.test_parity import MACHINE, load, prompts
 from tests.test_quantized import EXPERTS, entries
 from zinfer.analysis.study import label
@@ -229,12 +230,7 @@ def multimodal(folder: Path) -> Path:
 
 
 def with_nan(folder: Path) -> Path:
-    tiny(folder)
-    file = sorted(folder.glob("*.safetensors"))[-1]
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("proj.weight"))
-    tensors[name][1, 1] = float("nan")
-    save_file(tensors, file, {"format": "pt"})
+    spoil(tiny(folder), float("nan"))
     return folder
 
 

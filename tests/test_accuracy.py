@@ -268,10 +268,6 @@ AXIS = ("-O", "kv_cache_dtype=int8")
     [
         ([], "--kv-cache-dtype int8"),
         ([*AXIS, "--layers", "2"], "--layers: "),
-        (["-O", "kv=int8"], "has no option 'kv'; did you mean 'kv_offload'"),
-        ([*AXIS, "--engine", "warp"], "no engine 'warp'"),
-        ([*AXIS, "--offload", "nvme"], "--offload nvme needs --nvme-path"),
-        ([*AXIS, "--offload", "none", "--gpu-weights", "50%"], "leave out --offload none"),
         ([*AXIS, "--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read: No such file"),
         ([*AXIS, "--prompt-file", "model.bin"], "model.bin is not UTF-8 text"),
         ([*AXIS, "--input-len", "99"], "exceed the 64 positions of model"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import Checkpoints, Patch
+from tests import Checkpoints, Patch, Spy
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
 from tests.inline_batch import completion
@@ -134,7 +134,7 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
 
 
 @pytest.mark.parametrize("architecture", ["bloom", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
+def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, monkeypatch: Patch, spy: Spy) -> None:
     """Rows leave, wait in host memory, return, or pause drafting. The KV cache of the model that drafts closes its
     gaps."""
     small(monkeypatch, 60)
@@ -156,15 +156,7 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
         return propose(rows, {key: limits[key] for key in rows}, room)
 
     monkeypatch.setattr(running.drafts, "propose", now_and_then)
-    moved = Counter[str]()
-    for name in ("move_rows", "retire", "rollback"):
-        method = getattr(engine.draft, name)
-
-        def counted(*args: Any, name: str = name, method: Any = method) -> Any:
-            moved[name] += 1
-            return method(*args)
-
-        monkeypatch.setattr(engine.draft, name, counted)
+    moved = [spy(engine.draft, name) for name in ("move_rows", "retire", "rollback")]
     running.add(rows)
     done: list[sequence.Sequence] = []
     for number in range(400):
@@ -178,7 +170,7 @@ def test_rows_come_pause_and_leave(architecture: str, checkpoint: Checkpoints, m
         if not running.running:
             break
     assert running.schedule.tally.yielded > 0
-    assert min(moved[name] for name in ("move_rows", "retire", "rollback")) > 3
+    assert min(verb.call_count for verb in moved) > 3
     running.end()
     assert {row.key: row.output_ids for row in done} == {key: ids for key, ids in expected.items() if key != 3}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,10 +235,7 @@ def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Make, tmp_path:
 
 
 def test_the_package_that_reads_a_gguf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(gguf, "version", missing)
+    monkeypatch.setattr(gguf, "version", Mock(side_effect=PackageNotFoundError("gguf")))
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path / "model.gguf", tmp_path):

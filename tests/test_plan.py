@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import Checkpoints, Patch, mentions
+from tests import Checkpoints, Spy, mentions
 from tests.inline_worker import InlineWorker
 from tests.results import case
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Workload, resident_bytes
+from zinfer.core.case import Case, resident_bytes
 from zinfer.core.engine import ENGINES
 from zinfer.core.machine import Machine
 from zinfer.job.forecast import LoadJob
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import prepare, run, source_of
-from zinfer.plan.bytes import Placement
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.store import Header, Store
@@ -134,21 +133,9 @@ def test_a_sweep_measures_the_share_too_that_is_predicted_to_be_faster(asked: An
     assert best[0] <= best[-1]
 
 
-def test_a_sweep_plans_every_workload_once(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_sweep_plans_every_workload_once(checkpoint: Checkpoints, tmp_path: Path, spy: Spy) -> None:
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
-    placed, searched = list[tuple[Placer, Workload]](), list[tuple[int, ...]]()
-    make_placement, search = Placer._choose, Planner._find_largest
-
-    def place(placer: Placer, workload: Workload) -> Placement:
-        placed.append((placer, workload))
-        return make_placement(placer, workload)
-
-    def find(planner: Planner, *lengths: int) -> int:
-        searched.append(lengths[:2])
-        return search(planner, *lengths)
-
-    monkeypatch.setattr(Placer, "_choose", place)
-    monkeypatch.setattr(Planner, "_find_largest", find)
+    choose, find = spy(Placer, "_choose"), spy(Planner, "_find_largest")
     lengths = {"batch_size": (1, 2), "input_len": (8, 16), "output_len": (4,), "repeats": 2, "rounds": 2}
     fields = {"model": (str(checkpoint("opt")),), "offload": ("cpu",), "options": {"kv_offload": ("auto",)}}
     jobs = jobs_of(sweep := Sweep.model_validate(fields | lengths), BIG)
@@ -156,6 +143,9 @@ def test_a_sweep_plans_every_workload_once(checkpoint: Checkpoints, tmp_path: Pa
         store.append(Header(machine=BIG.name))
         points = run(sweep, jobs, store, make_worker=InlineWorker).points
     assert [(point.status, point.error) for point in points] == [("ok", None)] * 8
+    placed = [call.args for call in choose.mock_calls]
     assert len({workload for _, workload in placed}) == 4
     assert len(set(placed)) == len(placed)
-    assert sorted(searched) == [(8, 4), (16, 4)], "a worker obeys placements and searches nothing"
+    assert sorted(call.args[1:3] for call in find.mock_calls) == [(8, 4), (16, 4)], (
+        "a worker obeys placements and searches nothing"
+    )

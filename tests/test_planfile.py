@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests import Checkpoints, Patch, invoke, wait
-from tests.command import interrupted, small_files, started, zinfer
+from tests import Checkpoints, Patch, invoke
+from tests.command import small_files, started, zinfer
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
@@ -173,14 +173,6 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec) -> None:
         sweep = zinfer(folder, "sweep", "-m", str(spec.directory), *words)
         assert sweep.returncode == 4
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
-
-
-@pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
-def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    process = started(folder, *BUILD, "-m", "bloom-7b1", "--load-format", "dummy", "--layers", "4")
-    wait(lambda: (folder / PLANS).is_dir())
-    assert "nothing is left behind" in interrupted(process)
-    assert list((folder / PLANS).iterdir()) == []
 
 
 def _peak(folder: Path, directory: Path) -> int:

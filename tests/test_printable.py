@@ -9,6 +9,7 @@ import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import click
@@ -251,9 +252,7 @@ def test_json_keeps_its_value_on_a_terminal_that_lacks_its_characters(monkeypatc
 
 
 def test_a_folder_that_may_not_be_entered_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bool:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", refuse)
+    denied = PermissionError(13, "Permission denied", "secret\x07")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=denied))
     code, out, err, _ = run(["best", "secret\x07"])
     assert (code, out, err) == (5, "", "Error: secret\\u0007: Permission denied\n")

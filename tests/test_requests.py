@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shlex
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests import Spy
 from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
@@ -29,7 +29,7 @@ from zinfer.analysis.sla import Sla, check
 from zinfer.checkpoint.source import Source
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
-from zinfer.core.request import GREEDY, Request, Sampling
+from zinfer.core.request import GREEDY, Request
 from zinfer.core.requests import LengthDistribution, Lengths, RequestLoad
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep
 from zinfer.job.requests import request_sets
@@ -64,13 +64,10 @@ def rows(asked: RequestLoad) -> list[Lengths]:
     return LengthDistribution.parse(asked.source).draw(asked.requests, asked.seed)
 
 
-def measure(worker: InlineWorker, asked: RequestLoad, lengths: Sequence[Lengths], *sampling: Sampling) -> RequestPoint:
-    """Measure random requests of these lengths."""
-    samplings = sampling or (GREEDY,) * len(lengths)
-    requests = [
-        Request([], length.output_len, row_sampling, ignore_eos=True, key=key)
-        for key, (length, row_sampling) in enumerate(zip(lengths, samplings, strict=True))
-    ]
+def measure(worker: InlineWorker, asked: RequestLoad) -> RequestPoint:
+    """Measure random requests."""
+    lengths = rows(asked)
+    requests = [Request([], it.output_len, GREEDY, ignore_eos=True, key=key) for key, it in enumerate(lengths)]
     input_lens = [length.input_len for length in lengths]
     command = MeasureRequests(case=worker.session.plan.case, load=asked, requests=requests, input_lens=input_lens)
     return worker.ask(command)
@@ -110,7 +107,7 @@ def timed(asked: RequestLoad, **options: Any) -> tuple[RequestPoint, Time]:
     fake = Time(worker.session.engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock_of_requests, "time", fake)
-        return measure(worker, asked, rows(asked)), fake
+        return measure(worker, asked), fake
 
 
 def measured(asked: RequestLoad, **options: Any) -> RequestPoint:
@@ -231,26 +228,11 @@ def test_memory_that_falls_short_once_is_a_retry() -> None:
     assert point.counts.retries
 
 
-def test_requests_are_sampled_as_their_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, real = list[Any](), clock_of_requests.run_load
-
-    def watched(engine: Any, requests: Any, *args: Any, **options: Any) -> None:
-        seen.extend(requests)
-        real(engine, requests, *args, **options)
-
-    monkeypatch.setattr(clock_of_requests, "run_load", watched)
-    hot = Sampling(temperature=0.5, seed="7")
-    point = measure(worker_of(), load(in_flight=2, requests=2), [Lengths(3, 4)] * 2, hot, GREEDY)
-    assert point.status == "ok", point.error
-    assert [request.sampling for request in seen] == [hot, GREEDY]
-
-
 def test_a_request_that_the_model_has_no_positions_for_is_unsupported() -> None:
     worker = worker_of()
     engine = worker.session.engine
     engine.plan = engine.plan.model_copy(update={"model": SPEC.model_copy(update={"max_position": 30})})
-    asked = load(in_flight=2)
-    point = measure(worker, asked, rows(asked))
+    point = measure(worker, load(in_flight=2))
     assert point.status == "unsupported"
     assert "30 positions" in str(point.error)
 
@@ -298,16 +280,9 @@ def test_records_that_cannot_be_are_left_out(fields: dict[str, Any], reason: str
 
 
 def test_samples_are_rows() -> None:
-    dice = random.Random(1)
-    for _ in range(50):
-        runs, number = list[tuple[int, int]](), 0
-        for _ in range(dice.randrange(4)):
-            number += dice.randrange(3)
-            runs.append((number, dice.randrange(1, 5)))
-            number += runs[-1][1]
-        sample = RequestSample(input_len=3, output_len=99, arrived_ms=1.5, runs=tuple(runs))
-        assert RequestSample.model_validate(sample.model_dump()) == sample
-        assert len(sample.passes) == sample.tokens == len(set(sample.passes))
+    sample = RequestSample(input_len=3, output_len=99, arrived_ms=1.5, runs=((0, 3), (4, 1)))
+    assert RequestSample.model_validate(sample.model_dump()) == sample
+    assert list(sample.passes) == [0, 1, 2, 4]
     for wrong in ([1], [1, 2, 3, 4], [1, 2, -0.5, -1, 2], [1, 2, 3, 5, 2, 6, 1], [1, 2, float("nan")], ["a", 2, 3]):
         with pytest.raises(ValueError, match="RequestSample"):
             RequestSample.model_validate(wrong)
@@ -447,11 +422,12 @@ def test_requests_of_a_file_have_its_texts_and_lengths(tmp_path: Path) -> None:
     assert lengths_of(point) == [(7, 2), (5, 3)]
 
 
-def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path) -> None:
+def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path, spy: Spy) -> None:
     file, asked = tmp_path / "mine.jsonl", OPENAI.replace("%d", '%d, "temperature": %s, "top_p": 0.9, "seed": 7')
     file.write_text(asked % ("a", "012", 2, "0") + asked % ("b", "012", 2, "0.5") + OPENAI % ("c", "012", 2))
-    (request_set,) = request_sets(of_file(file))
-    samplings = [request.sampling for request in request_set.requests]
+    ran = spy(clock_of_requests, "run_load")
+    swept(tmp_path / "r.jsonl", of_file(file))
+    samplings = [request.sampling for request in ran.mock_calls[0].args[1]]
     assert [(it.temperature, it.top_p) for it in samplings] == [(0, 0.9), (0.5, 0.9), (1, 1)], "OpenAI's default is 1"
     assert [it.seed for it in samplings[:2]] == ["7", "7"]
 
@@ -646,9 +622,7 @@ def test_goodput_counts_the_requests_that_keep_every_level() -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--request-lengths", "normal:3,4"], "lognormal"), (["--requests", "missing.jsonl"], "missing.jsonl"),
-        (["--in-flight", "0"], "requests in flight: write auto"), (["--in-flight", "3"], "requests"),
-        (["--request-rate", "-1"], "a rate of requests: write inf"),
+        (["--requests", "missing.jsonl"], "missing.jsonl"), (["--in-flight", "3"], "requests"),
         (["--request-lengths", "fixed:9,9", "--sla", "ttft:p99"], "service level"),
         (["--request-lengths", "fixed:9,9", "--sla", "decode_tok_s:mean:>=:1"], "user_tok_s"),
         (["--request-lengths", "fixed:9,9", "--input-len", "9"], "batch_size"),

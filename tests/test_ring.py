@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests import Patch
+from tests import Patch, Spy
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.weights import chunk as chunk_module
@@ -272,26 +272,23 @@ def test_the_clocks_see_a_wait_that_is_missing(skipped_wait: str, message: str, 
         bench.run_pass()
 
 
-def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: Patch) -> None:
-    begun: list[int] = []
-    begin = PrefetchRing._begin
+def test_what_a_pass_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: Patch, spy: Spy) -> None:
+    begin = spy(PrefetchRing, "_begin")
 
-    def counted(ring: PrefetchRing, fetches: tuple[Answer, ...]) -> None:
-        begun.append(len(fetches))
-        begin(ring, fetches)
+    def begun() -> list[int]:
+        return [len(call.args[1]) for call in begin.mock_calls]
 
-    monkeypatch.setattr(PrefetchRing, "_begin", counted)
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
     bench.run_pass()
     bench.run_pass(2)
-    assert begun == [0], "passes of weights alone follow each other"
+    assert begun() == [0], "passes of weights alone follow each other"
     bench.run_pass(1, [Answer(0, 5)])
     bench.run_pass(1, [Answer(0, 6)])
     bench.run_pass(1, [Answer(0, 7)])
-    assert begun == [0, 1], "and so do fetches that go on as they did"
+    assert begun() == [0, 1], "and so do fetches that go on as they did"
     bench.run_pass(1, [Answer(0, 9)])
     bench.run_pass()
-    assert begun == [0, 1, 1, 0]
+    assert begun() == [0, 1, 1, 0]
     assert [entry[2] for entry in bench.borrowed] == [5] * 3 + [6] * 3 + [7] * 3 + [9] * 3
     bench.close()
 

@@ -286,21 +286,6 @@ def test_rows_end_early() -> None:
     assert tally.seconds < 1.5 * max(step.seconds for step in passes) * 80
 
 
-ABLE = [Abilities(one_pass=False), Abilities(one_pass=False, moves_rows=False, chunks=False)]
-ABLE += [Abilities(moves_rows="rarely"), Abilities(chunks=False)]
-
-
-@pytest.mark.parametrize("able", ABLE)
-def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> None:
-    rows = chats(120, 100, 40, random.Random(3))
-    left = [row.left for row in rows]
-    tally, passes = simulate(rows, Limits(80_000), able)
-    assert sum(step.tokens for step in passes) == sum(left)
-    assert tally.again == 0
-    if able.one_pass is False and able.moves_rows:
-        assert tally.passes < 4 * max(left)
-
-
 def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
     """Beyond the minimum tokens a pass never exceeds the link's time. A long prompt comes in chunks."""
     clock = times()
@@ -308,21 +293,6 @@ def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
     _, passes = simulate(rows, Limits(1_000_000), arrivals=True)
     assert max(step.seconds for step in passes) <= 1.1 * clock.link_s
     assert len(passes) < 20_000 / clock.room(PassLoad()) + 120
-
-
-def test_rows_that_are_dropped_give_their_room_back() -> None:
-    served = Served(Limits(1_000_000))
-    served.add(0, 10, 100, 50)
-    for _ in range(3):
-        served.step()
-    served.schedule.drop(range(9))
-    served.step()
-    assert [row.key for row in served.schedule.running] == [9]
-    assert sum(rows for rows, _, _ in served.engine.live.values()) == 1
-    served.schedule.drop([9])
-    assert served.step() is None
-    assert not served.engine.live
-    assert not served.schedule.busy
 
 
 def test_kept_positions_are_not_computed_again() -> None:
@@ -486,7 +456,7 @@ def like(row: Sequence) -> tuple[int, int, int, int]:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 900), st.integers(1, 60),
                           st.integers(0, 20)), min_size=1, max_size=12),
        st.integers(2_000, 20_000), st.integers(1, 20),
-       st.sampled_from([way.values[1] for way in WAYS]))  # fmt: skip
+       st.sampled_from([*(way.values[1] for way in WAYS), Abilities(False, False, False)]))  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_every_row_gets_its_tokens_whoever_comes(
     arrivals: list[tuple[int, int, int, int, int]], positions: int, max_rows: int, able: Any

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import call
 
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import Checkpoints, Patch
+from tests import Checkpoints, Patch, Spy
 from tests.inline_worker import InlineWorker
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE, plan_of
@@ -220,21 +221,15 @@ def test_a_chat_is_rendered_and_streamed(chat: Ask, reference: Reference) -> Non
         chat(messages=[{"role": "bad", "content": ""}])
 
 
-def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: Patch) -> None:
+def test_answers_to_one_prompt_have_it_read_once(directory: Path, spy: Spy) -> None:
     plan = served_plan(directory)
-    tokenizer, read = TokenizerProcess(plan.model), list[str]()
-    quickly = tokenizer.encode_quickly
-
-    def watched(prompt: Any) -> Any:
-        read.append(prompt)
-        return quickly(prompt)
-
-    monkeypatch.setattr(tokenizer, "encode_quickly", watched)
+    tokenizer = TokenizerProcess(plan.model)
+    read = spy(tokenizer, "encode_quickly")
     with serving(plan, lambda: InlineWorker(Stream), tokenizer=tokenizer) as server:
         _, answer, _ = server.ask("/v1/completions", {"prompt": ["ab", "cd"], "n": 5, "max_tokens": 1})
         assert len(answer["choices"]) == 10
         assert answer["usage"]["prompt_tokens"] == 4
-    assert read == ["ab", "cd"]
+    assert read.mock_calls == [call("ab"), call("cd")]
 
 
 @pytest.mark.usefixtures("small")

@@ -3,7 +3,6 @@
 import pytest
 
 from zinfer.core.units import duration, gb, gib, parse_bytes
-from zinfer.record.stats import ci95_half_width, relative_half_width
 
 
 @pytest.mark.parametrize(
@@ -25,9 +24,3 @@ def test_sizes_and_times_are_shown_with_their_unit() -> None:
     assert gb(1_500_000) == "1.5 MB"
     assert gib(79 << 30) == "79.0 GiB"
     assert [duration(s) for s in (0.0123, 6.414, 200, 7500)] == ["12.3 ms", "6.41 s", "3 min 20 s", "2 h 05 min"]
-
-
-def test_the_confidence_interval_is_students() -> None:
-    assert ci95_half_width([1.0]) is None
-    assert ci95_half_width([9.0, 10.0, 11.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert relative_half_width([9.0, 10.0, 11.0]) == pytest.approx(0.2484, rel=1e-3)

@@ -11,12 +11,12 @@ import pytest
 
 from tests import Patch, invoke, mentions
 from tests.results import case, plain, point, sweep
+from zinfer.analysis.rates import rate_text
 from zinfer.analysis.reproduce import case_commands
 from zinfer.commands.batch import command as batch
 from zinfer.commands.options import merged, one_load
 from zinfer.core.case import Case, Workload
 from zinfer.record.store import Store, read
-from zinfer.report.measured import rated
 from zinfer.system.machines import load
 
 best = partial(invoke, "best")
@@ -199,7 +199,7 @@ def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> 
     assert group["best"]["output_tok_s"] == newest.output_tok_s
     assert invoke("report", tmp_path, "-o", shown).exit_code == 0
     table = next(line for line in plain(shown.read_text()).splitlines() if "stream cpu, batch 8" in line)
-    assert f"| {rated(newest.output_tok_s)} " in table
+    assert f"| {rate_text(newest)} " in table
     assert invoke("plot", tmp_path, "-o", tmp_path / "p", "--format", "svg").exit_code == 0
     drawn = [(tmp_path / "p" / "h100" / f"{name}-throughput.svg").read_bytes() for name in "ab"]
     assert drawn[0] == drawn[1]

@@ -116,7 +116,6 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         described = next(filter(None, (_machine(file.parent) for file in files)), None)
         rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
         workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, described, rates))
-    workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
     all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
     faults = [fault for read in studies for fault in read.damaged]
     findings = Findings(

@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from zinfer.analysis import rates, study
-from zinfer.analysis.economics import DAY_S, Cost, Point, cost
+from zinfer.analysis.economics import DAY_S, Point, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.reproduce import commands
 from zinfer.analysis.requests import groups, ranked
-from zinfer.core.units import counted, duration
+from zinfer.core.units import counted, duration, figures, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
-from zinfer.report import measured, predicted
-from zinfer.report.document import Block, Command, Document, Heading, Items, Row, Section, Signature, Table, Text, table
+from zinfer.report import measured
+from zinfer.report.document import Block, Command, Document, Heading, Items, Row, Section, Signature, Table, Text
 from zinfer.report.findings import Findings, WorkloadFindings
-from zinfer.report.measured import rate, rated, titled
+from zinfer.report.measured import titled
 
 LOADS = 3  # loads of the model that a result needs behind it, not to be called a single run
 HEADS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")
@@ -25,8 +25,6 @@ def document(findings: Findings) -> Document:
     parts: dict[str, tuple[str, Callable[[Findings], Iterator[Block]]]] = {
         "summary": ("Summary", _summary),
         "results": ("Results", measured.results),
-        "predictions": ("Memory, bottleneck and other machines", predicted.predictions),
-        "cost": ("Cost", _costs),
         "studies": ("Studies", measured.studies),
         "system": ("System under test", measured.system),
         "evidence": ("Evidence", _evidence),
@@ -35,13 +33,13 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    subtitle = f"{subject}{_measured_with(findings.points)} Measured numbers are plain, predictions shaded."
+    subtitle = subject + _measured_with(findings.points)
     return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))
 
 
 def _summary(findings: Findings) -> Iterator[Block]:
     """Yield a row for each workload, decision, risks, signature; without a workload, how to measure one."""
-    rows = (*map(_row, findings.ordered), *_request_rows(findings))
+    rows = (*map(_row, findings.workloads), *_request_rows(findings))
     if not rows:
         yield Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.")
         yield Command("zinfer probe\nzinfer sweep --model bloom-176b --offload cpu\nzinfer report")
@@ -97,9 +95,9 @@ def _row(workload: WorkloadFindings) -> Row:
     group, top = workload.group, rates.winner(workload.points)
     if top is None:
         return Row((group.title, group.machine, *[""] * 4, verdict(workload.points)), "failed")
-    tok_s, first = " ".join(rate(top)).strip(), duration((top.mean_ttft_ms or 0.0) / 1e3)
-    name = top.case.batch_label + " (lossy)" * top.case.lossy
-    return Row((group.title, group.machine, name, tok_s, first, _loads(workload, top), verdict(workload.points)))
+    name, first = top.case.batch_label + " (lossy)" * top.case.lossy, milliseconds(top.mean_ttft_ms)
+    cells = rates.rate_text(top), first, _loads(workload, top), verdict(workload.points)
+    return Row((group.title, group.machine, name, *cells))
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:
@@ -113,7 +111,7 @@ def _request_rows(findings: Findings) -> Iterator[Row]:
         if len(ranking) > 1 and top.differs(ranking[1]) is not True:
             against = f"first of {len(ranking)} configurations, its lead unsure"
         yield Row((
-            group.title, group.machine, titled(top.point), rated(top.mean),
+            group.title, group.machine, titled(top.point), figures(top.mean),
             "" if times is None else f"{duration(times.p50 / 1e3)} median", counted(len(top.rates), "load"), against,
         ))  # fmt: skip
 
@@ -122,21 +120,22 @@ def _loads(workload: WorkloadFindings, point: Measurement) -> str:
     loads, repeats = workload.loads.get(point.case, (0.0,)), counted(len(point.ttft_ms), "repeat")
     if len(loads) == 1:
         return f"single run, {repeats}"
-    return f"{len(loads)} loads, {rated(min(loads))} to {rated(max(loads))} tok/s, {repeats} each"
+    return f"{len(loads)} loads, {figures(min(loads))} to {figures(max(loads))} tok/s, {repeats} each"
 
 
 def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]:
     top = rates.winner(workload.points)
     assert top is not None  # it has alternatives
     case = top.case
-    lines = [
-        f"{workload.name}: use {titled(top)} at batch {case.workload.batch_size}: {' '.join(rate(top)).strip()} tok/s."
-    ]
+    batch = f"at batch {case.workload.batch_size}: {rates.rate_text(top)} tok/s"
+    lines = [f"{workload.name}: use {titled(top)} {batch}."]
     lines += filter(None, [rates.tied(workload.points, top)])
     lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1] if verdict.compares]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
-        lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {other.case.batch_label}; {loss(other, findings)}.")
+        lines.append(
+            f"Lossy, apart: {rates.rate_text(other)} tok/s with {other.case.batch_label}; {loss(other, findings)}."
+        )
     if (usd := cost(top, findings.gpu_hour_usd).usd_per_mtok) is not None:
         day = usd * (top.output_tok_s or 0.0) * DAY_S / 1e6
         lines.append(f"Cost: {usd:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
@@ -172,32 +171,10 @@ def _risks(workload: WorkloadFindings, point: Measurement, findings: Findings) -
         yield "The machine is not described: `zinfer probe` does it."
 
 
-def _costs(findings: Findings) -> Iterator[Block]:
-    if (price := findings.gpu_hour_usd) is None:
-        return
-    yield Text(f"Price as given: an hour of a GPU {price:g} USD. Nothing else is counted.")
-    columns: dict[str, Callable[[tuple[Measurement, Cost]], str]] = {
-        "configuration": lambda pair: titled(pair[0]),
-        "#batch": lambda pair: str(pair[0].case.workload.batch_size),
-        "#tok/s": lambda pair: rate(pair[0])[0],
-        "#USD a million tokens": lambda pair: "" if pair[1].usd_per_mtok is None else f"{pair[1].usd_per_mtok:,.2f}",
-        "#GPU energy a token": lambda pair: f"{rated(pair[1].j_per_token)} J" if pair[1].j_per_token else "",
-        "energy from": lambda pair: pair[1].method or "not read",
-    }
-
-    def costs_of(workload: WorkloadFindings) -> Table:
-        costed = [(point, cost(point, price)) for point in rates.ranked(workload.points)]
-        cheapest = min(costed, key=lambda pair: (pair[0].case.lossy, pair[1].usd_per_mtok or 0.0), default=None)
-        caption = f"{workload.name}: each configuration at its own best batch, on one GPU that always has work."
-        return table(caption, columns, costed, lambda pair: "best" if pair is cheapest else "")
-
-    yield from map(costs_of, findings.ordered)
-
-
 def _evidence(findings: Findings) -> Iterator[Block]:
     if findings.damaged:
         yield from (Heading("Lines left out"), Items(findings.damaged))
-    tops = [rates.winner(workload.points) for workload in findings.ordered]
+    tops = [rates.winner(workload.points) for workload in findings.workloads]
     served = [ranking[0].point for points in groups(findings.requests).values() if (ranking := ranked(points))]
     best: list[Point] = [*filter(None, tops), *served]
     again = dict.fromkeys(commands(point)[0] for point in best)

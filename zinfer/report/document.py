@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from zinfer.system.printable import printable
 
 T = TypeVar("T")
-Kind = Literal["", "best", "failed", "predicted"]
+Kind = Literal["", "best", "failed"]
 
 
 class Heading(str):
@@ -52,8 +52,7 @@ class Row(NamedTuple):
 class Table(NamedTuple):
     """Table; a `folded` one is closed on the screen and not printed.
 
-    A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
-    and look so. The marks themselves are not shown.
+    A column whose title starts with ``#`` holds numbers and stands flush right; the mark itself is not shown.
     """
 
     caption: str
@@ -68,9 +67,9 @@ class Table(NamedTuple):
         return self._replace(columns=tuple(self.columns[nth] for nth in kept), rows=rows)
 
     @property
-    def heads(self) -> tuple[tuple[str, str], ...]:
-        """Title and mark of each column; the mark is empty for text."""
-        return tuple((title.lstrip("#~"), title[:1] if title[:1] in ("#", "~") else "") for title in self.columns)
+    def heads(self) -> tuple[tuple[str, bool], ...]:
+        """Title of each column, and whether it holds numbers."""
+        return tuple((title.lstrip("#"), title.startswith("#")) for title in self.columns)
 
 
 class Picture(NamedTuple):
@@ -130,11 +129,10 @@ def shell(text: str) -> Markup:
     return Markup(re.sub(r"(?<=\s)--?[A-Za-z][A-Za-z-]*", r"<span>\g<0></span>", str(escape(text))))
 
 
-def columned(mark: str, text: str = "") -> Markup:
-    """Return the class of a table's cell: numeric, predicted, or prose."""
+def columned(numeric: bool, text: str = "") -> Markup:
+    """Return the class of a table's cell: numeric, or prose by its length."""
     prose = "" if not text else "s" if len(text) < 16 else "m" if len(text) < 60 else "l"
-    kind = {"#": "n", "~": "n p"}.get(mark, prose)
-    return Markup(f' class="{kind}"') if kind else Markup("")
+    return Markup(f' class="{kind}"') if (kind := "n" if numeric else prose) else Markup("")
 
 
 @cache

@@ -1,15 +1,11 @@
 """Input of a report: groups of points with their machines, and studies."""
 
 from collections.abc import Mapping
-from functools import cache
-from os.path import expanduser, isdir
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zinfer.analysis.group import Group, Points
-from zinfer.checkpoint.resolve import catalogue_name, resolve
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
-from zinfer.core.model import ModelError, ModelSpec
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Study
 
@@ -49,31 +45,5 @@ class Findings(NamedTuple):
         return tuple(workload for workload in self.workloads if workload.group.layers is None) or self.workloads
 
     @property
-    def slices(self) -> tuple[WorkloadFindings, ...]:
-        """Workloads of slices, where there are whole models too."""
-        main = self.main
-        return tuple(workload for workload in self.workloads if workload not in main)
-
-    @property
-    def ordered(self) -> tuple[WorkloadFindings, ...]:
-        """Workloads, those of slices last."""
-        return self.main + self.slices
-
-    @property
     def points(self) -> Points:
         return tuple(point for workload in self.workloads for point in workload.points)
-
-
-def shape(case: Case) -> ModelSpec | None:
-    """Return the model of a case if it is on this machine. A hub id is looked up in the catalogue alone."""
-    return _shape(case.model, case.dtype, case.layers, case.weights)
-
-
-@cache
-def _shape(model: str, *settings: Any) -> ModelSpec | None:
-    if catalogue_name(model) is None and not isdir(expanduser(model)):  # no name makes these raise
-        return None
-    try:
-        return resolve(model, *settings)
-    except ModelError:
-        return None

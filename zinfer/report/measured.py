@@ -1,11 +1,11 @@
 """Sections about measurements: configurations and percentiles, studies, machines."""
 
 from collections.abc import Callable, Iterable, Iterator
-from math import floor, log10
 from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import Change
+from zinfer.analysis.economics import cost
 from zinfer.analysis.group import Points, Setting, by_load
 from zinfer.analysis.requests import goodput, loads_of
 from zinfer.core.machine import FIGURES, Machine
@@ -13,7 +13,6 @@ from zinfer.core.units import duration, figures, gib, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import METRICS, RequestPoint
-from zinfer.record.stats import spread
 from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Table, Text, table
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.plot import style
@@ -38,8 +37,6 @@ _NAMES = {
     "nvme_bandwidth": "disk, read",
     "matmul_flops": "matrix product, bf16",
 }
-# Errors, as shares, of which nine in ten predictions of a decode step, and all of a peak of host memory, have less.
-STEP_BAND, HOST_BAND = 0.2, 0.1
 DRAWN = 3  # models with a figure: `zinfer plot` draws all
 _PERCENTILES = ("p50", "p90", "p99")
 _TIMES: tuple[sla.Metric, ...] = ("ttft", "tpot")
@@ -47,8 +44,9 @@ _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
     f"few samples is left out: p90 needs {sla.needed('p90')}, p99 {sla.needed('p99')}. In the name of a configuration "
-    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Beyond the plan: a step or "
-    f"a peak of host memory over what the plan predicted, where they differ by {STEP_BAND:.0%} or {HOST_BAND:.0%}."
+    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Over the plan: what was "
+    "measured over what was predicted before. `zinfer plan --model MODEL --machine all --calibrate` predicts other "
+    "machines; with one of them, it says what bounds a step."
 )
 _RATES = (
     "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
@@ -66,32 +64,20 @@ _REQUEST_WORDS = (
 
 def results(findings: Findings) -> Iterator[Block]:
     """Yield each workload's figure, configurations and failures; then loads of requests."""
-    if findings.ordered:
+    if findings.workloads:
         yield Text(_WORDS)
+    if (price := findings.gpu_hour_usd) is not None:
+        yield Text(f"Price as given: an hour of a GPU {price:g} USD, always at work. Nothing else is counted.")
     comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
     drawn = [*{group.model: group for group in reversed(comparing)}.values()][-DRAWN:]
-    for workload in findings.ordered:
+    for workload in findings.workloads:
         yield Heading(workload.name)
         yield from _figure(workload) if workload.group in drawn else ()
-        yield _tops(workload)
+        yield _tops(workload, findings.gpu_hour_usd)
         verdicts = (verdict for verdict in rates.offload_verdicts(workload.points) if verdict.compares)
         yield Items(f"{verdict.engine or 'Any engine'}: {verdict.text}" for verdict in verdicts)
         yield _failed(workload.points)
     yield from _loads(findings.requests)
-
-
-def rate(point: Measurement) -> tuple[str, str]:
-    """Return mean output tok/s and its half-width as text, or empty."""
-    output = spread(point.output_tok_s_samples) if point.usable else None
-    if output is None:
-        return "", ""
-    return rated(output.mean), f"± {rated(output.half_width, 2)}" if output.half_width else ""
-
-
-def rated(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits, zeros included: 76.0."""
-    places = digits - 1 - floor(log10(value)) if value > 0 else 0
-    return f"{round(value, places):,.{max(places, 0)}f}"
 
 
 def titled(point: Recorded) -> str:
@@ -102,7 +88,7 @@ def titled(point: Recorded) -> str:
 def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     def described(point: Measurement) -> str:
         first = duration((point.mean_ttft_ms or 0.0) / 1e3)
-        return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {first}"
+        return f"batch {point.case.workload.batch_size}, {rates.rate_text(point)} tok/s, TTFT {first}"
 
     for figure in draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
@@ -111,7 +97,7 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
         yield Picture(title, f"{title} {loads}.", style.render(figure, "svg").decode())
 
 
-def _tops(workload: WorkloadFindings) -> Table:
+def _tops(workload: WorkloadFindings, price: float | None) -> Table:
     top, loads = rates.winner(workload.points), by_load(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
 
@@ -129,16 +115,21 @@ def _tops(workload: WorkloadFindings) -> Table:
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": titled,
         "#batch": lambda point: str(point.case.workload.batch_size),
-        "#tok/s": lambda point: rate(point)[0],
-        "#95% interval": lambda point: rate(point)[1],
+        "#tok/s": rates.rate_text,
         **{f"#{time.upper()} {name}": _percentile(time, name) for time in _TIMES for name in _PERCENTILES},
         "#link share": lambda point: f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         "#GPU peak": lambda point: gib(point.gpu_bytes) if point.gpu_bytes else "",
         "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
-        "beyond the plan": beyond,
+        "over the plan": over_the_plan,
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
         "#the fastest at its batch": times,
     }
+    if price is not None:
+        columns |= {
+            "#USD a million tokens": lambda point: f"{usd:,.2f}" if (usd := cost(point, price).usd_per_mtok) else "",
+            "#J a token": lambda point: figures(joules) if (joules := cost(point).j_per_token) else "",
+            "energy from": lambda point: cost(point).method or "not read",
+        }
     caption = f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}."
 
     def kind(point: Measurement) -> Kind:
@@ -156,16 +147,15 @@ def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
     return cell
 
 
-def beyond(point: Measurement) -> str:
-    """Return the measurements that the point's prediction was wrong about: ``step 1.31x``."""
-    if not point.usable:
-        return ""
+def over_the_plan(point: Measurement) -> str:
+    """Return measured values over what the plan predicted: ``step 1.31x``."""
     values = (
-        ("step", point.tpot_ms, point.predicted.get("step_ms"), STEP_BAND),
-        ("host", point.host_peak_bytes, point.predicted.get("host_bytes"), HOST_BAND),
+        ("TTFT", point.mean_ttft_ms, "ttft_ms"),
+        ("step", point.tpot_ms, "step_ms"),
+        ("host", point.host_peak_bytes, "host_bytes"),
     )
-    ratios = ((name, value / planned, band) for name, value, planned, band in values if value and planned)
-    return ", ".join(f"{name} {ratio:.2f}x" for name, ratio, band in ratios if abs(ratio - 1) > band)
+    known = ((name, value, point.predicted.get(key)) for name, value, key in values)
+    return ", ".join(f"{name} {value / planned:.2f}x" for name, value, planned in known if value and planned)
 
 
 def _failed(points: Points) -> Table:

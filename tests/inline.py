@@ -96,7 +96,7 @@ def run_outcome(
     """Run or resume `sweep`, with records in `path`. Its `jobs` may be `prepared` before."""
     done = read(path).points if path.is_file() else ()
     jobs = prepared(sweep) if jobs is None else jobs
-    with Store.open(path) as store:
+    with Store(path) as store:
         store.append(Header(machine="test"))
         outcome = run(sweep, jobs, store, done, events, worker)
         store.check()

@@ -171,7 +171,7 @@ def test_a_sweep_yields_each_point_once_it_is_on_disk(here: Path, checkpoint: Ch
     first = next(measuring)
     assert zinfer.results("r.jsonl").points == [first]
     measuring.close()  # type: ignore[attr-defined]
-    with Store.open(here / "r.jsonl"):
+    with Store(here / "r.jsonl"):
         pass  # it is free
     with pytest.raises(ZinferError, match="--resume goes on"):
         zinfer.sweep(model, **how)

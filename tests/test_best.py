@@ -29,10 +29,10 @@ def machines(*words: object) -> list[str]:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    with Store.open(tmp_path / "h100" / "bloom.jsonl") as store:
+    with Store(tmp_path / "h100" / "bloom.jsonl") as store:
         store.append(*sweep())
     whole: dict[str, Any] = {"model": "opt-[x]-30b", "layers": None, "load_format": "safetensors"}
-    with Store.open(tmp_path / "h200" / "opt.jsonl") as store:
+    with Store(tmp_path / "h200" / "opt.jsonl") as store:
         store.append(point(case(4, **whole), machine="h200"))
         store.append(point(case(1, "accelerate", **whole), status="crashed", machine="h200"))
     return tmp_path
@@ -94,7 +94,7 @@ def test_filters_choose_model_and_machine(results: Path) -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_nothing_usable_is_one_message(tmp_path: Path, failed: bool) -> None:
     if failed:
-        with Store.open(tmp_path / "a.jsonl") as store:
+        with Store(tmp_path / "a.jsonl") as store:
             store.append(point(case(1), status="oom_host"))
     done = best(tmp_path)
     assert done.exit_code == 4
@@ -107,7 +107,7 @@ def shipped(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Provide a checkout with the records of two other machines; this machine is called mine."""
     folder = tmp_path / "sweeps" / "results"
     for machine in ("nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores"):
-        with Store.open(folder / machine / "a.jsonl") as store:
+        with Store(folder / machine / "a.jsonl") as store:
             store.append(point(case(4, layers=None), machine=machine))
     (folder / "nvidia-h100" / "torn.jsonl").write_text("torn\n")
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
     done = invoke(*verb.split())
     assert (done.exit_code, done.stderr.count("\n")) == (4, 1)
     assert mentions(done.stderr, "mine", "`zinfer sweep demo`", "--machine all", "nvidia-h100", "nvidia-h200")
-    with Store.open(shipped / "mine" / "b.jsonl") as store:
+    with Store(shipped / "mine" / "b.jsonl") as store:
         store.append(point(case(4, layers=None), machine="mine"))
     done = invoke(*verb.split())
     assert (done.exit_code, done.stderr) == (0, ""), "damage in the records of others does not matter"
@@ -136,7 +136,7 @@ def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
 
 
 def test_a_limit_of_this_machine_is_this_machine(shipped: Path) -> None:
-    with Store.open(shipped / "mine" / "c.jsonl") as store:
+    with Store(shipped / "mine" / "c.jsonl") as store:
         store.append(point(case(4), machine="mine-gpu-24-gb"))
         store.append(point(case(4), machine="mine-2-gpu-24-gb"))
     assert machines() == ["mine-gpu-24-gb"]
@@ -154,7 +154,7 @@ def test_machines_are_asked_for_by_name(shipped: Path) -> None:
 
 def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
     lossy = case(8, layers=None, options=(("kv_cache_dtype", "int8"),))
-    with Store.open(tmp_path / "a.jsonl") as store:
+    with Store(tmp_path / "a.jsonl") as store:
         store.append(point(case(8, layers=None), 2.0), point(lossy, 1.0))
     done = best(tmp_path)
     exact, apart, other = map(done.stdout.index, ("stream cpu", "Lossy settings", "kv_cache_dtype=int8"))
@@ -172,7 +172,7 @@ def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_one_side_alone_gives_the_command_for_the_other(results: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The command plans what `best` then finds beside the other records."""
-    with Store.open(tmp_path / "one" / "a.jsonl") as store:
+    with Store(tmp_path / "one" / "a.jsonl") as store:
         store.append(point(case(8)), point(case(4, "deepspeed")))
     done = best(tmp_path / "one", "--json")
     (verdict,) = json.loads(done.stdout)[0]["offload"]
@@ -189,7 +189,7 @@ def test_one_side_alone_gives_the_command_for_the_other(results: Path, tmp_path:
 def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> None:
     """`best`, `report` and `plot` agree on a case in two files."""
     for name, month, step_s in (("b", 1, 1.0), ("a", 2, 2.0)):
-        with Store.open(tmp_path / "h100" / f"{name}.jsonl") as store:
+        with Store(tmp_path / "h100" / f"{name}.jsonl") as store:
             begun = f"2026-0{month}-01T00:00:00+00:00"
             store.append(*(point(case(size), step_s, started_at=begun) for size in (4, 8)))
     newest = read(tmp_path / "h100" / "a.jsonl").points[1]

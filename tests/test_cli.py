@@ -309,7 +309,7 @@ def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, numbe
 
 
 def test_a_second_sweep_on_the_same_file_waits_for_nobody(folder: Path) -> None:
-    with Store.open(folder / "r.jsonl"):
+    with Store(folder / "r.jsonl"):
         result = zinfer(folder, "sweep", *TINY, "--offload", "none", "--batch-size", "1", "-o", "r.jsonl")
     told(result, 5, lines=2)
 

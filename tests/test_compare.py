@@ -32,7 +32,7 @@ STEADY, SLOWER, NEARLY = (100.0, 101.0, 99.0), (120.0, 121.0, 119.0), (101.0, 10
 def write(folder: Path, **files: list[Measurement]) -> list[Path]:
     """Write files of points, such as a.jsonl; return their paths."""
     for name, points in files.items():
-        with Store.open(folder / f"{name}.jsonl") as store:
+        with Store(folder / f"{name}.jsonl") as store:
             store.append(*points)
     return [folder / f"{name}.jsonl" for name in files]
 

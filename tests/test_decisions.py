@@ -203,7 +203,7 @@ def test_a_rate_is_that_of_a_whole_repeat() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    with Store.open(tmp_path / "r.jsonl") as store:
+    with Store(tmp_path / "r.jsonl") as store:
         store.append(*POINTS)
     return tmp_path / "r.jsonl"
 

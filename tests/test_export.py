@@ -32,7 +32,7 @@ def read_csv(content: bytes) -> list[dict[str, str]]:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    with Store.open(tmp_path / "results" / "h100" / "bloom.jsonl") as store:
+    with Store(tmp_path / "results" / "h100" / "bloom.jsonl") as store:
         store.append(*sweep())
     return tmp_path / "results"
 

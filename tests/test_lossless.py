@@ -171,7 +171,7 @@ def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, ver
 def test_the_report_shows_the_codec(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
-    with Store.open(folder / "bloom.jsonl") as store:
+    with Store(folder / "bloom.jsonl") as store:
         for point in sweep():
             store.append(point)
 

@@ -139,7 +139,7 @@ def test_a_sweep_plans_every_workload_once(checkpoint: Checkpoints, tmp_path: Pa
     lengths = {"batch_size": (1, 2), "input_len": (8, 16), "output_len": (4,), "repeats": 2, "rounds": 2}
     fields = {"model": (str(checkpoint("opt")),), "offload": ("cpu",), "options": {"kv_offload": ("auto",)}}
     jobs = jobs_of(sweep := Sweep.model_validate(fields | lengths), BIG)
-    with Store.open(tmp_path / "r.jsonl") as store:
+    with Store(tmp_path / "r.jsonl") as store:
         store.append(Header(machine=BIG.name))
         points = run(sweep, jobs, store, make_worker=InlineWorker).points
     assert [(point.status, point.error) for point in points] == [("ok", None)] * 8

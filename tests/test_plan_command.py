@@ -114,7 +114,7 @@ def test_a_server_that_a_record_shows_to_be_faster_is_named(
     (folder / "machine.json").write_bytes((Path(H100) / "machine.json").read_bytes())
     asked = case(8, **{"engine": "llama-server", "layers": None, **fields})
     made: dict[str, Any] = {"step_s": 0.2, "machine": folder.name, "command": "c", "started_at": "2026-11-01"}
-    with Store.open(folder / "servers.jsonl") as store:
+    with Store(folder / "servers.jsonl") as store:
         store.append(point(asked, **made | settings))
     monkeypatch.chdir(tmp_path)
     words = plan(BLOOM)

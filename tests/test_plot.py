@@ -79,7 +79,7 @@ def crosses(figure: Figure) -> set[float]:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     for machine in ("h100", "h200"):
-        with Store.open(tmp_path / "results" / machine / "bloom.jsonl") as store:
+        with Store(tmp_path / "results" / machine / "bloom.jsonl") as store:
             store.append(*(row.model_copy(update={"machine": machine}) for row in sweep()))
     return tmp_path / "results"
 
@@ -268,7 +268,7 @@ def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
 
 @pytest.mark.slow
 def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
-    with Store.open(results / "h100" / "bloom.jsonl") as store:
+    with Store(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[2])
     written = []
     for nth, style in enumerate(["", "font.size: 17\nlines.linewidth: 5\nsavefig.bbox: tight\nsvg.fonttype: none\n"]):
@@ -293,7 +293,7 @@ def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None
 
 
 def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "two.jsonl") as store:
+    with Store(tmp_path / "two.jsonl") as store:
         store.append(point(case(1)), point(case(1, input_len=64)))
     done = invoke("plot", tmp_path, "-o", tmp_path / "plots", "--format", "png")
     names = {Path(line).name for line in done.stdout.splitlines()}
@@ -316,7 +316,7 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     ):
         refused = invoke(*wrong)
         assert (refused.exit_code, message in refused.stderr) == (code, True)
-    with Store.open(results / "h100" / "bloom.jsonl") as store:
+    with Store(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[1])
     done = invoke(*words, "timeline")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")

@@ -33,7 +33,7 @@ WHOLE = load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 128 <
 
 
 def store(path: Path, points: list[Measurement], machine: Machine | None = None) -> None:
-    with Store.open(path) as file:
+    with Store(path) as file:
         recipe = {"model": ["bloom-176b"], "layers": [14], "batch_size": "auto*8", "dtype": None, "options": {}}
         file.append(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
         file.append(*points)
@@ -165,7 +165,7 @@ def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, 
 
 
 def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "results" / "a.jsonl") as file:
+    with Store(tmp_path / "results" / "a.jsonl") as file:
         file.append(request_point())
     document = Report(tmp_path / "results")
     assert (document.summary["verdict"], document.summary["evidence"]) == ("no alternative measured", "1 load")

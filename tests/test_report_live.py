@@ -48,7 +48,7 @@ def next_page(address: str, last: Answer) -> Answer:
 
 
 def store(path: Path, *records: Record) -> None:
-    with Store.open(path) as file:
+    with Store(path) as file:
         file.append(*records)
 
 

@@ -307,7 +307,7 @@ def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome
     done = read(path) if path.is_file() else Records()
     sets = request_sets(sweep)
     jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)
-    with Store.open(path) as store:
+    with Store(path) as store:
         store.append(Header(machine="test"))
         return run(sweep, jobs, store, (*done.points, *done.requests), Events(**seen), worker)
 
@@ -531,7 +531,7 @@ def test_best_ranks_configurations_of_the_same_requests(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     swept(path, small(in_flight=[2], rounds=2))
     swept(path, small(request_rate=[5.0]))
-    with Store.open(path) as store:
+    with Store(path) as store:
         *closed_loop, open_loop = read(path).requests
         first, second = sorted(closed_loop, key=lambda point: point.output_tok_s or 0, reverse=True)
         quick = tuple(ms / 2 for ms in first.pass_ms)

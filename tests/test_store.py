@@ -27,7 +27,7 @@ POINTS = [point(case(size, output_len=3), repeats=2) for size in (1, 2, 4)]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "h100" / "bloom.jsonl"
-    with Store.open(path) as store:
+    with Store(path) as store:
         store.append(HEADER, *POINTS)
     return path
 
@@ -58,7 +58,7 @@ def read_back(line: bytes) -> Measurement:
 def test_a_file_holds_what_was_appended_as_json_with_a_version_and_a_checksum(file: Path) -> None:
     records = read(file)
     assert (records.points, records.headers, records.damaged) == (tuple(POINTS), (HEADER,), ())
-    with Store.open(file) as store:
+    with Store(file) as store:
         store.append(POINTS[0])  # of repeated cases all are kept
         assert (read(file).points, read(file).headers, store.damaged) == ((*POINTS, POINTS[0]), (HEADER,), ())
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_a_file_holds_what_was_appended_as_json_with_a_version_and_a_checksum(fi
 @pytest.mark.usefixtures("no_sync")
 def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> None:
     file, points = tmp_path / "short.jsonl", [point(case(size), status="oom_gpu", versions={}) for size in (1, 2, 4)]
-    with Store.open(file) as store:
+    with Store(file) as store:
         store.append(*points[:2])
     whole = file.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
@@ -80,7 +80,7 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         kept = points[:2] if end == len(whole) - 1 else points[:1]  # only the newline is missing
         assert len(read(file).points) == len(kept)
         assert file.read_bytes() == whole[:end], "reading changes nothing"
-        with Store.open(file) as store:
+        with Store(file) as store:
             assert len(read(store.path).points) == len(kept)
             store.append(points[2])
         records = read(file)
@@ -117,7 +117,7 @@ def test_a_flipped_byte_in_the_middle_costs_that_line_only(file: Path) -> None:
         assert records.damaged[0].line == 2
         assert "bloom.jsonl:2" in str(records.damaged[0])
         for _ in range(2):  # a second opening does not copy the line again
-            with Store.open(file) as store:
+            with Store(file) as store:
                 assert store.damaged
         assert file.read_bytes() == broken
     damaged = file.with_name(file.name + ".damaged").read_bytes().splitlines()
@@ -127,7 +127,7 @@ def test_a_flipped_byte_in_the_middle_costs_that_line_only(file: Path) -> None:
 def test_a_garbled_last_line_is_cut_off_and_kept_aside(file: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"batch_size":4', b'"batch_size":5'))
-    with Store.open(file) as store:
+    with Store(file) as store:
         assert "checksum" in store.damaged[0].reason
         assert read(store.path).points == tuple(POINTS[:2])
     assert file.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
@@ -158,14 +158,14 @@ def test_lines_of_another_version_are_left_in_place(file: Path) -> None:
     with file.open("ab") as stream:
         stream.write(resealed(schema_version=3) + b"\n")
     before = file.read_bytes()
-    with Store.open(file) as store:
+    with Store(file) as store:
         assert [damage.line for damage in store.damaged] == [5]
     assert file.read_bytes() == before
     assert not file.with_name(file.name + ".damaged").exists()
 
 
 def test_a_full_disk_leaves_the_whole_records(file: Path) -> None:
-    with Store.open(file) as store:
+    with Store(file) as store:
         size = file.stat().st_size
         for room in (0, 1, 100, 500):
             with small_files(size + room), pytest.raises(StoreError, match=r"cannot write .*records in it are kept"):
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_the_whole_records(file: Path) -> None:
 
 def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
-    with Store.open(file) as store:
+    with Store(file) as store:
         monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
         with pytest.raises(StoreError, match="Input/output error"):
             store.append(POINTS[0])
@@ -185,33 +185,33 @@ def test_a_failed_sync_takes_the_record_back(file: Path, monkeypatch: pytest.Mon
 
 
 def test_a_second_writer_is_refused(file: Path) -> None:
-    script = "import sys, pathlib; from zinfer.record.store import Store; Store.open(pathlib.Path(sys.argv[1]))"
-    with Store.open(file) as store:
+    script = "import sys, pathlib; from zinfer.record.store import Store; Store(pathlib.Path(sys.argv[1]))"
+    with Store(file) as store:
         read(store.path)  # closing a reader's descriptor must not release the lock
         with pytest.raises(StoreError, match="another zinfer is writing"):
-            Store.open(file)
+            Store(file)
         other = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=False)
         assert "another zinfer is writing" in other.stderr
-    Store.open(file).close()
+    Store(file).close()
 
 
 def test_a_file_that_is_no_results_file_is_not_touched(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("my\nnotes\n")
     with pytest.raises(StoreError, match="not a results file"):
-        Store.open(notes)
+        Store(notes)
     assert notes.read_text() == "my\nnotes\n"
     with pytest.raises(StoreError, match="cannot open"):
-        Store.open(tmp_path)
+        Store(tmp_path)
     with pytest.raises(StoreError, match="not a regular file"):
-        Store.open(Path("/dev/null"))
+        Store(Path("/dev/null"))
 
 
 def test_empty_and_header_only_files(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()
     assert read(path) == read(tmp_path) == Records()
-    with Store.open(path) as store:
+    with Store(path) as store:
         store.append(HEADER)
         assert read(store.path).points == ()
     assert read(path).headers == (HEADER,)
@@ -221,7 +221,7 @@ def test_empty_and_header_only_files(tmp_path: Path) -> None:
 
 def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     for name, measured in (("h200/b.jsonl", POINTS[2]), ("h100/z.jsonl", POINTS[1]), ("h100/a.jsonl", POINTS[0])):
-        with Store.open(tmp_path / name) as store:
+        with Store(tmp_path / name) as store:
             store.append(measured)
     (tmp_path / "h100" / "machine.json").write_text("{}")
     (tmp_path / "h100" / "a.jsonl.damaged").write_text("x")

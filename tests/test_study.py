@@ -133,7 +133,7 @@ def test_another_study_is_no_run(path: Path) -> None:
     assert study.last(path, "accuracy").of(Deviation)
     with pytest.raises(StoreError, match="holds no record of `zinfer study reuse`"):
         study.last(path.parent, "reuse")
-    with Store.open(path.with_name("sweep.jsonl")) as store:
+    with Store(path.with_name("sweep.jsonl")) as store:
         store.append(point(case(1)))
     records = read(path.parent)
     assert (len(records.points), records.damaged) == (1, ()), "beside sweeps, and no point of them"

@@ -39,10 +39,10 @@ SHORTENED = {"cut", "emptied"}
 @pytest.mark.parametrize("way", WAYS)
 def test_every_line_that_nobody_cut_is_saved(tmp_path: Path, way: str) -> None:
     path = tmp_path / "folder" / "file"
-    with AppendLog.open(path) as lines:
+    with AppendLog(path) as lines:
         lines.append_lines(b"before")
     wanted = [b"before", *(b"line %d" % number for number in range(20)), b"last"]
-    with AppendLog.open(path) as lines:
+    with AppendLog(path) as lines:
         lines.append_lines(*wanted[1:11])
         lines.append_lines(*wanted[11:21])
         lines.check()

@@ -311,7 +311,7 @@ def sweep(
 
 
 def _measured(wanted: Any, jobs: Any, path: Path, header: Any, recorded: Any) -> Iterator[Measurement | RequestPoint]:
-    with Store.open(path) as store:
+    with Store(path) as store:
         store.append(header)
         yield from sweep_job.measure(wanted, jobs, store, recorded)
 

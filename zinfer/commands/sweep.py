@@ -197,7 +197,7 @@ def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard:
     expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     kept = f"every finished point is in {path}, `--resume` goes on"
-    with Store.open(path) as store, Watch() as watch, watch.interruptible(kept):
+    with Store(path) as store, Watch() as watch, watch.interruptible(kept):
         watch.message(f"results: {path}\n{expected}\nlive: zinfer report --serve {quote(str(path))}")
         store.append(header)
         outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
@@ -258,7 +258,7 @@ def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
     cluster = parts.Cluster(output, how["slurm_args"])
     shards = Shard.all(begun[0].total if begun else len(loads))
-    with Store.open(output), Watch() as watch:
+    with Store(output), Watch() as watch:
         watch.message(f"results: {output}")
         cluster.end_earlier([shard.path(path) for shard in begun], watch.message)
         for shard in begun:

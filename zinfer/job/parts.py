@@ -89,7 +89,7 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
         model = point.case.model, point.case.layers, point.case.weights
         if revisions.setdefault(model, point.model_revision) != point.model_revision:
             raise ShardError(f"parts have different weights of {point.case.model}: remove those of one revision")
-    with Store.open(output) as store:
+    with Store(output) as store:
         before = read(output)
         if before.headers and before.headers[-1].recipe != recipe_of(sweep) and not force:
             raise ShardError(f"{output} has points of another sweep: --force adds to them, -o takes another file")

@@ -85,7 +85,7 @@ def wait_until_free(path: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while path.exists():
         try:
-            AppendLog.open(path).close()
+            AppendLog(path).close()
             return
         except StoreError:
             if time.monotonic() > deadline:

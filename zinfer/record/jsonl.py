@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 from pydantic_core import from_json, to_json
 
@@ -135,42 +135,35 @@ def read_files(path: Path, files: Iterable[Path], damaged: list[Damage]) -> Iter
 
 
 class AppendLog(Closing):
-    """File open for appending, by this process alone. Make one with `AppendLog.open`; call `mend` before appending.
+    """File open for appending, made if need be, and locked until `close`; call `mend` before appending.
+
+    Raises StoreError if another process writes the file or it cannot be written.
 
     Locks are only advice. So every append, and `check` at the end of a run, sees whether the file is still where it was
     and ends where this process left it; if not, the lines that it holds are saved in a new file next to it.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = descriptor
-        self._end = os.fstat(descriptor).st_size  # where the next line belongs
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open `path`, made if need be, and lock it until `close`.
-
-        Raises StoreError if another process writes the file or it cannot be written.
-        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         with ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            undo.callback(self.close)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise StoreError(f"{path} is not a regular file; name another file with --output")
             try:
                 # not lockf: a POSIX lock is lost when its process closes any descriptor of the file, as reading it does
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 wait = f"another zinfer is writing {path}; wait for it, or name another file with --output"
                 held = isinstance(error, BlockingIOError)
                 raise StoreError(wait if held else f"cannot lock {path}: {error.strerror}") from error
             atomic.sync_folder(path.parent)
+            self._end = os.fstat(self._descriptor).st_size  # where the next line belongs
             undo.pop_all()
-        return cls(path, descriptor)
 
     def append_lines(self, *lines: bytes) -> None:
         """Append lines, without newlines, and wait for the disk. Nothing of them stays after a StoreError."""
@@ -228,7 +221,7 @@ class AppendLog(Closing):
         path = Path(f"{self.path}.damaged")
         kept = set(read_lines(path)) if keep_garbled and garbled and path.exists() else set()
         if keep_garbled and (new := [line for line in garbled if line not in kept]):
-            with AppendLog.open(path) as log:
+            with AppendLog(path) as log:
                 log.append_lines(*new)
         if end > size:  # an intact last line without its newline
             _append(self._descriptor, b"\n", self.path)

@@ -2,7 +2,7 @@
 
 Lines (`zinfer.record.jsonl`) are appended whole and synced, and checked when read::
 
-    with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
+    with Store(Path("sweeps/results/h100/bloom.jsonl")) as store:
         store.append(Header(machine="h100", recipe=recipe), measurement)
     points = read(Path("sweeps/results")).points
 """
@@ -114,18 +114,14 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
 
 
 class Store(AppendLog):
-    """Results file open for appending, by this process alone. Make one with `Store.open`."""
+    """Results file open for appending, by this process alone, and mended. Raises StoreError."""
 
-    damaged: tuple[Damage, ...] = ()  # lines that could not be used when it was opened
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open `path`, made if need be, mend it, and lock it. Raises StoreError."""
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         with ExitStack() as undo:
-            undo.callback((store := super().open(path)).close)
-            store.damaged = tuple(Damage(path, *fault) for fault in store.mend(decode, "results file"))
+            undo.callback(self.close)
+            self.mend(decode, "results file")
             undo.pop_all()
-        return store
 
     def append(self, *records: Record) -> None:
         """Append records and wait for the disk. Raises StoreError, also for a value that JSON does not have."""

@@ -225,7 +225,7 @@ def append(path: Path, run: Start) -> None:
     """Append a run to the file, made if need be, and sync. Raises StoreError, also if it holds something else."""
     if path.exists() and _document(read_lines(path), path) is not None:
         raise StoreError(f"{path} is a JSON document, to which no run is added; name another file with --output")
-    with AppendLog.open(path) as lines:
+    with AppendLog(path) as lines:
         lines.mend(unseal, "record of `zinfer study`")
         lines.append_lines(seal(KIND, finite(run.model_dump())))
 

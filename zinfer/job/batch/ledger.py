@@ -52,7 +52,7 @@ class Ledger(Closing):
         """Start or continue the job of `settings` in `output`. A first start is at `created`. With `force` the answers
         of another job stay. Raises JobChanged for another job's output, StoreError for one that is no batch output,
         that another process writes, or that cannot be written; nothing is changed then."""
-        ledger = cls(AppendLog.open(output))
+        ledger = cls(AppendLog(output))
         try:
             ledger._open(settings, created, force)
         except BaseException:
@@ -79,7 +79,7 @@ class Ledger(Closing):
         self.made = tokens_by_id if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
-        self._job = AppendLog.open(path)
+        self._job = AppendLog(path)
         self.damaged += tuple(Damage(path, *fault) for fault in self._job.mend(_read, "job file", keep_garbled=False))
         if changes and self.made:
             self.save((identity, 0, tokens) for identity, tokens in self.made.items())

@@ -5,23 +5,24 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
 from tests import committed
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, Quantity
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
+from zinfer.core.value import group_by
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.placement import Placer
-from zinfer.plan.planner import Plan, Planner, make_plan
-from zinfer.plan.times import Efficiency, shipped
+from zinfer.plan.planner import Plan, Planner, make_plan, times_of
+from zinfer.plan.times import Efficiency, kind, shipped
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.system import machines
 
@@ -38,6 +39,39 @@ MISSED = {
     ("stream none", "gpt-oss-120b"),  # a prompt of one row took 119 ms on this host, 76 on the one before: launches
     ("tensorrt cpu gpu-weights=100%", "llama-3.1-8b"),  # with all weights on the GPU it takes twice the memory's time
 }
+
+
+class PredictedPoint(NamedTuple):
+    """Measured point, and what the other records predict of it."""
+
+    case: Case
+    machine: str
+    kind: str
+    predicted: dict[str, float]
+    measured: dict[str, float]
+
+    def error(self, quantity: str) -> float | None:
+        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
+        return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def predicted_point(fit_point: calibrate.FitPoint, efficiency: Efficiency | None) -> PredictedPoint:
+    """Return a point with what `efficiency` predicts of it; None predicts nothing."""
+    point, predicted = fit_point.point, dict[str, float | None]()
+    measured: dict[str, float | None] = {"gpu_bytes": point.gpu_bytes, "host_bytes": point.host_peak_bytes}
+    if point.usable:
+        step_s = point.step_median_ms and point.step_median_ms / 1e3
+        measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3, "step_s": step_s}
+    if efficiency is not None:
+        tiers = fit_point.tiers(efficiency)
+        predicted |= {"gpu_bytes": tiers.gpu.total - tiers.gpu.overhead, "host_bytes": tiers.host.total}
+        if (error := fit_point.error(efficiency)) is not None:
+            prefill, step = times_of(fit_point.timing(efficiency), point.case.workload)
+            rate = (1 + error) * (point.output_tok_s or 0.0)
+            predicted |= {"ttft_s": prefill.seconds, "step_s": step.seconds, "tok_s": rate}
+    known = ({name: value for name, value in each.items() if value is not None} for each in (predicted, measured))
+    name = kind(fit_point.placement, fit_point.model, fit_point.machine)
+    return PredictedPoint(point.case, point.machine, name, *known)
 
 
 def predict(case: Case, model: ModelSpec, machine: Machine, efficiencies: Mapping[str, Efficiency]) -> Plan:
@@ -74,9 +108,9 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
 def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[PredictedPoint, ...]) -> None:
     """Nine of ten lie within a fifth. Memory is the peak over the load, at most 45 times what passes need."""
     ours = [row for row in rows if row.case.engine == "stream" and row.case.offload != "nvme"]
-    quantities: tuple[Quantity, ...] = ("step_s", "ttft_s", "host_bytes")
     steps, ttfts, hosts = (
-        sorted(abs(error) for row in ours if (error := row.error(name)) is not None) for name in quantities
+        sorted(abs(error) for row in ours if (error := row.error(name)) is not None)
+        for name in ("step_s", "ttft_s", "host_bytes")
     )
     assert min(map(len, (steps, ttfts, hosts))) > 80
     for errors, middle, nine_of_ten in ((steps, 0.05, 0.15), (ttfts, 0.05, 0.2), (hosts, 0.05, 0.1)):
@@ -136,7 +170,7 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
 def test_the_largest_batch_is_predicted() -> None:
     """The tolerance is an eighth: the plan leaves out gaps of the allocator and short-lived tensors of a step."""
     machines, points = committed.machines(), committed.points()
-    fitted = calibrate.calibrate(points, machines)[0]
+    fitted = calibrate.calibrate(points, machines)
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
         group = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
         group = [p for p in group if p.case.engine == "stream" and p.case.workload.output_len == 32]
@@ -148,7 +182,12 @@ def test_the_largest_batch_is_predicted() -> None:
 
 
 def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoint, ...]:
-    return calibrate.calibrate(points, machines)[1]
+    engines = group_by(calibrate.fit_points(points, machines), lambda point: point.point.case.engine)
+    return tuple(
+        predicted_point(point, calibrate.fit(alike, point) if len(alike) > 1 else None)
+        for alike in engines.values()
+        for point in alike
+    )
 
 
 def fabricated(efficiency: Efficiency, size: int, offload: str) -> Measurement:
@@ -181,7 +220,7 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     factors = {"link_share": 0.83, "layer_s": 1.5e-3, "mfu": 0.7, "memory": 1.2}
     made = Efficiency.model_validate(factors)
     points = [fabricated(made, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
-    fitted = calibrate.calibrate(points, {"h100": H100})[0]["stream"]
+    fitted = calibrate.calibrate(points, {"h100": H100})["stream"]
     assert {name: getattr(fitted, name) for name in factors} == pytest.approx(factors, rel=1e-3)
     assert fitted.points == 6
     assert [band for _, band in fitted.errors] == [calibrate.EVIDENCE.min_error] * 2, "streamed and resident"
@@ -210,10 +249,10 @@ def test_a_point_is_never_predicted_from_itself() -> None:
     errors = [row.error("tok_s") or 0.0 for row in table(odd, {"h100": H100})]
     assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
     assert max(map(abs, errors[:3])) < 0.01
-    ((named, band),) = calibrate.calibrate(odd, {"h100": H100})[0]["stream"].errors
+    ((named, band),) = calibrate.calibrate(odd, {"h100": H100})["stream"].errors
     assert band > 0.3
     assert named == f"uncoded dense, streamed, {H100.gpu_name}"
-    assert calibrate.calibrate(odd[:2], {"h100": H100})[0]["stream"].errors == (), "too few to tell"
+    assert calibrate.calibrate(odd[:2], {"h100": H100})["stream"].errors == (), "too few to tell"
 
 
 @pytest.mark.long
@@ -227,10 +266,9 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     for left_out in fitted:
         case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
         rest = [point for point in points if point is not left_out.point]
-        others = calibrate.calibrate(rest, machines)[0].get(case.engine)
+        others = calibrate.calibrate(rest, machines).get(case.engine)
         assert (row.predicted == {}) is (others is None), "no other point of this engine"
-        if others is not None:
-            assert row.predicted == left_out.predicted(others)
+        assert row.predicted == predicted_point(left_out, others).predicted
 
 
 def test_unusable_points_are_left_out() -> None:
@@ -240,8 +278,8 @@ def test_unusable_points_are_left_out() -> None:
     others = [good.model_copy(update=change) for change in changes]
     machines = {"h100": H100, "laptop": H100.model_copy(update={"gpu_count": 0})}
     assert len(table([good, *others], machines)) == 1
-    assert calibrate.calibrate(others, machines)[0] == {}
-    assert calibrate.calibrate([], {})[0] == {}
+    assert calibrate.calibrate(others, machines) == {}
+    assert calibrate.calibrate([], {}) == {}
 
 
 def test_an_engine_without_records_is_planned_with_defaults_and_no_band() -> None:
@@ -272,7 +310,7 @@ def test_what_ships_is_the_fit_of_the_records(tmp_path: Path) -> None:
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
-    fitted = calibrate.calibrate(committed.points(), committed.machines())[0]
+    fitted = calibrate.calibrate(committed.points(), committed.machines())
     assert set(fitted) >= {"stream", "deepspeed", "accelerate"}
     for efficiency in fitted.values():
         assert 0.5 < efficiency.link_share <= 1.01

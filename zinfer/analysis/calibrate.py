@@ -15,16 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from zinfer.analysis.group import Points
 from zinfer.checkpoint.resolve import resolve
-from zinfer.core.case import Case
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
-from zinfer.core.value import Frozen, group_by
+from zinfer.core.value import group_by
 from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import e2e_s, times_of, tok_s
@@ -51,24 +48,7 @@ class Evidence:
 
 EVIDENCE = Evidence()
 _ROUTED = ("link_share", "mfu")  # factors of which models with routed experts have their own
-# throughput, median seconds, and peak bytes: of tensors on the GPU, and of the process, load included
-Quantity = Literal["tok_s", "ttft_s", "step_s", "gpu_bytes", "host_bytes"]
 _EFFICIENCIES = ("hbm_share", "unpack_share", "layer_s", "expert_kernel_s", "memory", *_ROUTED)
-
-
-class PredictedPoint(Frozen):
-    """Measured point with its prediction from the other records."""
-
-    case: Case
-    machine: str
-    kind: str  # `zinfer.plan.times.kind`
-    predicted: dict[Quantity, float] = Field(default_factory=dict)
-    measured: dict[Quantity, float] = Field(default_factory=dict)
-
-    def error(self, quantity: Quantity) -> float | None:
-        """Return predicted over measured, less one; None where one is unknown."""
-        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
-        return predicted / measured - 1 if predicted is not None and measured else None
 
 
 @dataclass(frozen=True)
@@ -105,16 +85,12 @@ class FitPoint:
         case, sizes = self.point.case, Sizes(self.placement, self.model)
         return sizes.tiers(case.workload, self.machine, efficiency.memory, case.load_format != "dummy")
 
-    def predicted(self, efficiency: Efficiency) -> dict[Quantity, float]:
-        """Return the quantities that the point has measured, as predicted."""
-        workload, timing, tiers = self.point.case.workload, self.timing(efficiency), self.tiers(efficiency)
-        bytes_: dict[Quantity, float] = {"gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
-        bytes_["host_bytes"] = tiers.host.total
-        prefill, step = (times.seconds for times in times_of(timing, workload))
-        rate = tok_s(workload, e2e_s(workload, prefill, step))
-        if not self.point.usable or prefill is None or step is None or rate is None:
-            return bytes_
-        return bytes_ | {"ttft_s": prefill, "step_s": step, "tok_s": rate}
+    def error(self, efficiency: Efficiency) -> float | None:
+        """Return output tok/s as predicted over measured, less one."""
+        workload, measured = self.point.case.workload, self.point.output_tok_s
+        prefill, step = (times.seconds for times in times_of(self.timing(efficiency), workload))
+        predicted = tok_s(workload, e2e_s(workload, prefill, step))
+        return predicted / measured - 1 if self.point.usable and predicted and measured else None
 
     @cached_property
     def efficiencies(self) -> Mapping[str, float | None]:
@@ -215,22 +191,17 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     return described
 
 
-def calibrate(
-    points: Points, machines: Mapping[str, Machine]
-) -> tuple[dict[str, Efficiency], tuple[PredictedPoint, ...]]:
-    """Return each engine's efficiency, and all points, predicted by the others."""
+def calibrate(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency]:
+    """Return each engine's efficiency, with the errors of points left out."""
     by_engine = group_by(fit_points(points, machines), lambda point: point.point.case.engine)
-    rows, efficiencies = list[PredictedPoint](), {}
-    for engine, usable in sorted(by_engine.items()):
-        predicted = [_predicted(point, usable) for point in usable]
-        efficiencies[engine] = _efficiency(usable).model_copy(update={"errors": _bands(predicted)})
-        rows += predicted
-    return efficiencies, tuple(rows)
+    return {
+        engine: fit(alike).model_copy(update={"errors": _bands(alike)}) for engine, alike in sorted(by_engine.items())
+    }
 
 
 def write(path: Path, results: Path = Path("sweeps/results")) -> None:
     """Fit the records under `results`, and write the factors to `path`. Four digits depend on no order."""
-    fitted, _ = calibrate(latest(read(results).points), load_machines(results))
+    fitted = calibrate(latest(read(results).points), load_machines(results))
 
     def rounded(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -312,7 +283,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     return placer.bare(workload, round(kept)).model_copy(update=update)
 
 
-def _efficiency(points: Sequence[FitPoint], without: FitPoint | None = None) -> Efficiency:
+def fit(points: Sequence[FitPoint], without: FitPoint | None = None) -> Efficiency:
     """Return each factor's median over points that tell it, or its default."""
     others = [point for point in points if point is not without]
 
@@ -331,24 +302,11 @@ def _efficiency(points: Sequence[FitPoint], without: FitPoint | None = None) -> 
     return Efficiency().model_copy(update=update | experts | {"points": len(others)})
 
 
-def _predicted(fit_point: FitPoint, points: Sequence[FitPoint]) -> PredictedPoint:
-    """Return a point as all `points` but itself predict it."""
-    point = fit_point.point
-    measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_bytes, "host_bytes": point.host_peak_bytes}
-    if point.usable:
-        step_s = point.step_median_ms and point.step_median_ms / 1e3
-        measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3, "step_s": step_s}
-    return PredictedPoint(
-        case=point.case,
-        machine=point.machine,
-        kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
-        predicted=fit_point.predicted(_efficiency(points, fit_point)) if len(points) > 1 else {},
-        measured={name: value for name, value in measured.items() if value is not None},
-    )
-
-
-def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
-    errors = [(row.kind, abs(error)) for row in rows if (error := row.error("tok_s")) is not None]
-    by_kind = group_by(sorted(errors), lambda pair: pair[0]).items()
+def _bands(points: Sequence[FitPoint]) -> tuple[tuple[str, float], ...]:
+    """Return each kind's band of errors of points left out."""
+    left_out = ((point, fit(points, point)) for point in points if len(points) > 1)
+    named = ((kind(each.placement, each.model, each.machine), each.error(other)) for each, other in left_out)
+    errors = sorted((name, abs(error)) for name, error in named if error is not None)
+    by_kind = group_by(errors, lambda pair: pair[0]).items()
     many = ((name, missed) for name, missed in by_kind if len(missed) >= EVIDENCE.kind_points)
     return tuple((name, max(EVIDENCE.min_error, missed[int(EVIDENCE.band * len(missed))][1])) for name, missed in many)

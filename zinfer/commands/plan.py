@@ -149,11 +149,8 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
     what_ifs = sorted({f"{name} is a what-if: no engine runs it so" for plan in plans for name in _hypothetical(plan)})
     for remark in dict.fromkeys([*(() if several else _remarks(plans)), *what_ifs]):
         say(remark, err=True)
-    if not any(plan.holds for plan in plans):
-        say(_elsewhere(plans), err=True)
-        raise SystemExit(NOTHING)
     answers = [group.answer for group in groups if group.answer is not None]
-    if answers and all(answer.point is None for answer in answers):
+    if not any(plan.holds for plan in plans) or (answers and all(answer.point is None for answer in answers)):
         raise SystemExit(NOTHING)
 
 
@@ -222,20 +219,6 @@ def _remarks(plans: Sequence[Plan]) -> Iterator[str]:
         yield from _assumptions(plan)
 
 
-def _elsewhere(plans: Sequence[Plan]) -> str:
-    """Return a sentence on machines on which one of `plans` fits."""
-    loads, model = {plan.case.load: plan.model for plan in plans}, plans[0].case.model
-    holding, assuming = list[str](), list[str]()
-    for machine in map(load_machine, machine_catalogue()):
-        all_plans = [Planner(*load, machine).plan for load in loads.items()]
-        if fitting := [plan for plan in all_plans if plan.holds]:
-            (assuming if all(map(host_unknown, fitting)) else holding).append(machine.name)
-    names = f"on {', '.join(holding)}; " * bool(holding)
-    names += f"if the host has its memory, on {', '.join(assuming)}; " * bool(assuming)
-    ranked = f"`zinfer plan --model {model} --machine all` ranks them"
-    return f"it fits {names}{ranked}" if names else f"{model} fits on no machine of the catalogue"
-
-
 def _assumptions(plan: Plan) -> Iterator[str]:
     machine, label = plan.machine, plan.case.label()
     if host_unknown(plan):
@@ -258,9 +241,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
     fields: dict[str, Any] = {} if recipe is None else read_toml(sweep_recipe(recipe))
     scenarios = {key: values for key in SCENARIOS if (values := given.pop(key)) is not None}
     fields = DEFAULTS | fields | {key: value for key, value in given.items() if value is not None}
-    for key, values in scenarios.items():
-        axis = tuple(int(value) if str(value).isdigit() else value for value in values)
-        fields = with_options(fields, {key: axis}, origin)
+    fields = with_options(fields, scenarios, origin)
     if "model" not in fields:
         raise click.UsageError(f"say what to plan: {options.NAME_A_MODEL}")
     sweep = make_sweep(fields, origin)
@@ -274,7 +255,7 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> Sweep:
 def _efficiencies(results: Path | None) -> Mapping[str, Efficiency]:
     if results is None or results == SHIPPED:
         return shipped() if results else {}
-    fitted, _ = calibrate.calibrate(latest(read(results).points), calibrate.load_machines(results))
+    fitted = calibrate.calibrate(latest(read(results).points), calibrate.load_machines(results))
     if not fitted:
         raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)
     return fitted

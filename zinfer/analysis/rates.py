@@ -19,6 +19,7 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.stats import spread
 
 P = TypeVar("P", bound=Point)
+ACCURACY = "`zinfer study accuracy` tells how far its text differs"  # of a lossy setting
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
 
 
@@ -171,7 +172,7 @@ def statuses(points: Points) -> str:
 
 def _at_equal_batch(using: Points, without: Points) -> str:
     """Return the sentence on batch sizes that both sides have."""
-    fast, slow = _by_batch(using), _by_batch(without)
+    fast, slow = by_batch(using), by_batch(without)
     changes = [Change(slow[size], fast[size]) for size in sorted(fast.keys() & slow.keys())]
     if not changes:
         return "No batch size was measured on both sides."
@@ -187,7 +188,8 @@ def _at_equal_batch(using: Points, without: Points) -> str:
     return f"{text}{rest}."
 
 
-def _by_batch(points: Points) -> dict[int, Measurement]:
+def by_batch(points: Points) -> dict[int, Measurement]:
+    """Return the fastest usable point of each batch size."""
     ascending = sorted((point for point in points if point.usable), key=lambda point: point.output_tok_s or 0)
     return {point.case.workload.batch_size: point for point in ascending}
 

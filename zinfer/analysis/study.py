@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf, log
 from pathlib import PurePath
 from statistics import median, median_low
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from zinfer.core.case import Case, weights_text, without_folders
-from zinfer.core.engine import plan_options
-from zinfer.core.model import ModelSpec, Routing, Weights
+from zinfer.core.model import ModelSpec, Routing
 from zinfer.core.units import duration, figures, gb
 from zinfer.record import study
 from zinfer.record.measurement import latest_by
@@ -97,29 +96,6 @@ def label(run: Study, case: Case) -> str:
         settings.insert(0, f"weights={PurePath(case.model).name.rpartition(f'-{run.revision}-')[2]}")
     settings += [f"batch {batch_size}"] * (batch_size != reference.workload.batch_size)
     return " ".join(settings) or "none"
-
-
-def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
-    """Return the deviations by a lossy case's settings on its model."""
-    reference = run.asked
-    if (PurePath(case.model), case.layers) != (PurePath(reference.model), reference.layers):
-        return ()
-    if not case.lossy or reference.load_format == "dummy":
-        return ()
-    wanted = _rounding(case, case.model)
-    return tuple(
-        row
-        for row in run.of(Deviation)
-        if row.case.engine == case.engine and _rounding(row.case, reference.model) == wanted
-    )
-
-
-def _rounding(case: Case, model: str) -> tuple[str, str]:
-    """Return the formats of weights and KV cache; the name of a copy of `model` ends with its format."""
-    formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
-    weights = case.weights if case.model == model else next(formats, case.model)
-    options = plan_options(case.engine, case.options)
-    return weights, options.kv_cache_dtype if options.kv_quantized else ""
 
 
 def _accuracy(run: Study) -> Shown:

@@ -27,7 +27,6 @@ from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 from zinfer.record.stats import ci95_half_width
 
 Answers = dict[Group | RequestGroup, Decision]
-ACCURACY = "`zinfer study accuracy` tells how far its text differs"
 SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
 REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
@@ -131,10 +130,10 @@ def _print_points(group: Group, points: Points, answer: Decision | None) -> Sequ
     exact = not winner.case.lossy
     console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
     if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
-        say(f"Lossy settings, ranked apart: {ACCURACY}.")
+        say(f"Lossy settings, ranked apart: {rates.ACCURACY}.")
         console().print(_table(tops, edges))
     elif not exact:
-        say(f"Every setting that succeeded is lossy: {ACCURACY}.")
+        say(f"Every setting that succeeded is lossy: {rates.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
             load_points = [point for point in points if point.case.load == edge.load]
@@ -183,7 +182,7 @@ def _print_requests(
         return ()
     console().print(_request_table(rows))
     if any(row.point.case.lossy for row in rows):
-        say(f"Lossy settings, ranked apart: {ACCURACY}.")
+        say(f"Lossy settings, ranked apart: {rates.ACCURACY}.")
     single = sum(len(row.rates) == 1 for row in rows)
     some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
     once = [f"{some} measured once, so that the noise is unknown: differences may be chance."]
@@ -296,7 +295,7 @@ def _show(decision: Decision) -> None:
     if decision.point is not None:
         _show_commands(decision.point)
     if decision.lossy is not None:
-        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
+        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {rates.ACCURACY}.")
 
 
 def _show_commands(point: Point) -> None:

@@ -29,16 +29,14 @@ class Question(NamedTuple):
     def objective(self) -> Objective:
         return self.asked or ("cost" if self.stated else "throughput")
 
+    def assumed(self, machine: Machine) -> economics.ListPrice | None:
+        """Return the catalogue's price of a machine of which none is stated."""
+        return None if {machine.name, ""} & self.stated.keys() else economics.list_price(machine)
+
     def price(self, machine: Machine) -> float | None:
         """Return the USD of a GPU-hour: as given, else as the catalogue assumes."""
-        if (stated := self.stated.get(machine.name, self.stated.get(""))) is not None:
-            return stated
-        listed = economics.list_price(machine)
-        return None if listed is None else listed.usd_per_gpu_hour
-
-    def assumes(self, machine: Machine) -> bool:
-        """Tell whether the machine's price is the catalogue's."""
-        return not {machine.name, ""} & self.stated.keys() and self.price(machine) is not None
+        assumed = self.assumed(machine)
+        return self.stated.get(machine.name, self.stated.get("")) if assumed is None else assumed.usd_per_gpu_hour
 
     @property
     def pays(self) -> bool:
@@ -84,8 +82,7 @@ class Question(NamedTuple):
 
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
-        listed = economics.list_price(machine)
-        if listed is None or not self.assumes(machine) or not self.pays:
+        if (listed := self.assumed(machine)) is None or not self.pays:
             return ""
         usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
         return f"{usd}: {listed.source}, {listed.date}; --price states yours."
@@ -103,7 +100,7 @@ class Question(NamedTuple):
         hours, usd = self.run(plan) or (None, None)
         return {
             "usd_per_gpu_hour": self.price(plan.machine),
-            "price_assumed": self.assumes(plan.machine),
+            "price_assumed": self.assumed(plan.machine) is not None,
             "usd_per_mtok": self.usd_per_mtok(plan),
             "prompts_hours": hours,
             "prompts_usd": usd,
@@ -181,7 +178,9 @@ def show(title: str, rows: Sequence[PlanGroup], question: Question, calibrated: 
         "#TTFT": of(lambda plan: plan.prefill_s, duration),
         "#TPOT": of(lambda plan: plan.step_s, duration),
         "#host memory": lambda group: host_needed(group.plan) * group.plan.holds,
-        "#USD/h": lambda group: price(group) + "~" * (group.plan.holds and question.assumes(group.machine)),
+        "#USD/h": lambda group: (
+            price(group) + "~" * (group.plan.holds and (question.assumed(group.machine) is not None))
+        ),
         "#USD/Mtok": of(question.usd_per_mtok),
         "levels": lambda group: _levels(group) * group.plan.holds,
         "#all prompts": of(lambda plan: (question.run(plan) or (None,))[0], lambda hours: f"{figures(hours)} h"),
@@ -199,7 +198,7 @@ def show(title: str, rows: Sequence[PlanGroup], question: Question, calibrated: 
         say("No record is of the kind (weights, experts, GPU) of a row without ±.")
     if any("?" in host_needed(row.plan) for row in rows if row.plan.holds):
         say("? The memory of this host is not known; --host-memory MACHINE=SIZE says what there is.")
-    if any(question.assumes(row.plan.machine) for row in rows):
+    if any(question.assumed(row.plan.machine) for row in rows):
         dates = [price.date for price in economics.list_prices().values()]
         say(
             f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, get_args
 
 import click
 
+from zinfer.analysis.calibrate import load_machines
 from zinfer.analysis.group import groups, loads_of, path_part
 from zinfer.analysis.study import latest
 from zinfer.checkpoint.resolve import is_wanted
@@ -17,7 +18,6 @@ from zinfer.commands.out import say, write
 from zinfer.commands.results import Chosen, choose, results_options
 from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import ENVIRONMENT, NOTHING, ZinferError
-from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.measurement import Recorded
 from zinfer.record.store import Records, files
@@ -25,7 +25,6 @@ from zinfer.report import contents
 from zinfer.report.document import Document, html
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.live import LiveServer
-from zinfer.system import machines
 
 
 @click.command("report", cls=Verb)
@@ -113,16 +112,18 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     workloads: list[WorkloadFindings] = []
     for group, points in groups(every.points).items():
         files = dict.fromkeys(sweeps[group.machine, point.case] for point in points)
-        described = next(filter(None, (_machine(file.parent) for file in files)), None)
         rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, described, rates))
+        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, rates))
     all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
+    described = {name: machine for root in chosen.roots() for name, machine in load_machines(root).items()}
+    names = dict.fromkeys(workload.group.machine for workload in workloads)
     faults = [fault for read in studies for fault in read.damaged]
     findings = Findings(
         tuple(workloads),
         tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*faults, *every.damaged)),
         studies=latest(run for run in all_runs if is_wanted(model, run.case.model if run.case else run.model)),
         requests=every.requests,
+        machines={name: described[name] for name in names if name in described},
     )
     if not (findings.workloads or findings.studies or findings.requests):
         lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
@@ -135,10 +136,3 @@ def _folder(findings: Findings) -> str:
     names = {workload.group.machine for workload in findings.workloads}
     names |= {run.machine for run in findings.studies} | {point.machine for point in findings.requests}
     return path_part(names.pop()) if len(names) == 1 else "all"
-
-
-def _machine(folder: Path) -> Machine | None:
-    try:
-        return machines.load(folder / "machine.json")
-    except MachineError:
-        return None

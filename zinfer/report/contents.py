@@ -1,9 +1,9 @@
-"""Contents of a report: its sections in order, with the executive summary, cost and evidence."""
+"""Contents of a report: its sections in order, with the executive summary and evidence."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from zinfer.analysis import rates, study
+from zinfer.analysis import rates
 from zinfer.analysis.economics import DAY_S, Point, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.reproduce import commands
@@ -22,14 +22,13 @@ HEADS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "ve
 
 def document(findings: Findings) -> Document:
     """Return all sections that have content."""
-    parts: dict[str, tuple[str, Callable[[Findings], Iterator[Block]]]] = {
-        "summary": ("Summary", _summary),
-        "results": ("Results", measured.results),
-        "studies": ("Studies", measured.studies),
-        "system": ("System under test", measured.system),
-        "evidence": ("Evidence", _evidence),
-    }
-    sections = (Section(anchor, title, blocks(findings)) for anchor, (title, blocks) in parts.items())
+    sections = (
+        Section("summary", "Summary", _summary(findings)),
+        Section("results", "Results", measured.results(findings)),
+        Section("studies", "Studies", measured.studies(findings)),
+        Section("system", "System under test", measured.system(findings)),
+        Section("evidence", "Evidence", _evidence(findings)),
+    )
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
@@ -133,22 +132,12 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
     lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1] if verdict.compares]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
-        lines.append(
-            f"Lossy, apart: {rates.rate_text(other)} tok/s with {other.case.batch_label}; {loss(other, findings)}."
-        )
+        lines.append(f"Lossy, apart: {rates.rate_text(other)} tok/s with {other.case.batch_label}; {rates.ACCURACY}.")
     if (usd := cost(top, findings.gpu_hour_usd).usd_per_mtok) is not None:
         day = usd * (top.output_tok_s or 0.0) * DAY_S / 1e6
         lines.append(f"Cost: {usd:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
     yield Items(lines)
     yield Command(commands(top)[1])
-
-
-def loss(point: Measurement, findings: Findings) -> str:
-    """Return what is known of the loss by lossy settings."""
-    for run in findings.studies:
-        for deviation in study.deviations(run, point.case) if run.study == "accuracy" else ():
-            return f"the same most likely token at {deviation.agreement:.2%} of {deviation.positions:,} positions"
-    return "`zinfer study accuracy` tells how far its text differs"
 
 
 def _risks(workload: WorkloadFindings, point: Measurement, findings: Findings) -> Iterator[str]:
@@ -162,12 +151,12 @@ def _risks(workload: WorkloadFindings, point: Measurement, findings: Findings) -
     if group.layers is not None:
         yield "A slice of the layers: the whole model is slower in proportion, and its memory and largest batch differ."
     if point.case.lossy:
-        yield f"A lossy setting: {loss(point, findings)}."
+        yield f"A lossy setting: {rates.ACCURACY}."
     if point.gpu.get("throttle_reasons"):
         yield "The driver held the GPU's clocks back."
     if point.effective is not None and point.effective.shortfall:
         yield f"Asked for and not done: {point.effective.shortfall}."
-    if workload.machine is None:
+    if group.machine not in findings.machines:
         yield "The machine is not described: `zinfer probe` does it."
 
 

@@ -11,12 +11,11 @@ from zinfer.record.study import Study
 
 
 class WorkloadFindings(NamedTuple):
-    """Group of points of one sweep or several, and its probed machine."""
+    """Group of points of one sweep or several."""
 
     sweeps: tuple[str, ...]
     group: Group
     points: Points
-    machine: Machine | None = None
     loads: Mapping[Case, tuple[float, ...]] = {}  # output tok/s of each usable record of a case, one for each load
 
     @property
@@ -33,11 +32,7 @@ class Findings(NamedTuple):
     gpu_hour_usd: float | None = None
     studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
-
-    @property
-    def machines(self) -> dict[str, Machine]:
-        """Described machines, by the name that points know them by."""
-        return {workload.group.machine: workload.machine for workload in self.workloads if workload.machine is not None}
+    machines: Mapping[str, Machine] = {}  # machines of workloads by name, those that are described
 
     @property
     def main(self) -> tuple[WorkloadFindings, ...]:

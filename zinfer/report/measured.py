@@ -105,10 +105,7 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
         """Return the fastest configuration's speed-up at the largest batch of both."""
         if top is None or point.case.load == top.case.load:
             return ""
-        ours, theirs = (
-            {point.case.workload.batch_size: point for point in loads[case.load] if point.usable}
-            for case in (top.case, point.case)
-        )
+        ours, theirs = (rates.by_batch(loads[case.load]) for case in (top.case, point.case))
         size = max(ours.keys() & theirs.keys(), default=None)
         return "" if size is None else f"{Change(theirs[size], ours[size]).times} at {size}"
 

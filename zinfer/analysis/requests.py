@@ -12,9 +12,10 @@ from zinfer.analysis.group import Setting, grouped
 from zinfer.analysis.sla import REQUEST_TIMES, Sla, parse, request_value
 from zinfer.core.engine import draft_of
 from zinfer.core.requests import RequestLoad
+from zinfer.core.units import figures
 from zinfer.core.value import group_by
 from zinfer.record.measurement import in_time
-from zinfer.record.requests import RequestKey, RequestPoint, RequestSample
+from zinfer.record.requests import RequestPoint, RequestSample
 
 
 def goodput(point: RequestPoint) -> float | None:
@@ -40,11 +41,6 @@ def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[
     """Return accepted and checked drafts of `draft` for `model`."""
     alike = [point.counts for point in points if (point.case.model, draft_of(point.case.options)) == (model, draft)]
     return sum(counts.accepted for counts in alike), sum(counts.checked for counts in alike)
-
-
-def loads_of(points: Iterable[RequestPoint]) -> dict[tuple[str, RequestKey], list[RequestPoint]]:
-    """Return all records of each load of requests, by machine and key."""
-    return group_by(points, lambda point: (point.machine, point.key))
 
 
 class RequestGroup(Setting):
@@ -74,6 +70,11 @@ class RequestRates(NamedTuple):
     @property
     def mean(self) -> float:
         return fmean(self.rates)
+
+    @property
+    def range(self) -> str:
+        """Text of the lowest and the highest rate; empty for a single load."""
+        return f"{figures(min(self.rates))} to {figures(max(self.rates))}" if len(self.rates) > 1 else ""
 
     def differs(self, other: "RequestRates") -> bool | None:
         """Return whether the ranges of rates are disjoint; None if unknown."""

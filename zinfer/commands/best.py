@@ -193,14 +193,11 @@ def _request_table(rows: list[RequestRates]) -> Table:
     def summary(row: RequestRates, time: RequestMetric, name: str) -> str:
         return milliseconds(getattr(row.point.summary(time), name, None))
 
-    def spread(row: RequestRates) -> str:
-        return f"{figures(min(row.rates))} to {figures(max(row.rates))}" if len(row.rates) > 1 else ""
-
     columns: dict[str, Callable[[RequestRates], str]] = {
         "configuration": lambda row: row.point.case.label(),
         "#loads": lambda row: str(len(row.rates)),
         "#tok/s": lambda row: figures(row.mean),
-        "#range": spread,
+        "#range": lambda row: row.range,
         "#steady tok/s": lambda row: cell(row.point.steady_tok_s),
         "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
         "#TPOT": lambda row: milliseconds(row.point.tpot_ms),

@@ -1,13 +1,12 @@
 """Sections about measurements: configurations and percentiles, studies, machines."""
 
 from collections.abc import Callable, Iterable, Iterator
-from statistics import fmean
 
-from zinfer.analysis import rates, sla, study
+from zinfer.analysis import rates, requests, sla, study
 from zinfer.analysis.compare import Change
 from zinfer.analysis.economics import cost
-from zinfer.analysis.group import Points, Setting, by_load
-from zinfer.analysis.requests import goodput, loads_of
+from zinfer.analysis.group import Points, by_load
+from zinfer.analysis.requests import RequestRates
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, figures, gib, milliseconds
 from zinfer.core.value import group_by
@@ -48,11 +47,7 @@ _WORDS = (
     "measured over what was predicted before. `zinfer plan --model MODEL --machine all --calibrate` predicts other "
     "machines; with one of them, it says what bounds a step."
 )
-_RATES = (
-    "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",
-    "#tok/s while others waited", "#steady tok/s", "#goodput, requests/s", "#link busy", "outcome",
-)  # fmt: skip
-_REQUEST_TIMES = ("configuration", "arrival", "time", "#mean", "#p50", "#p90", "#p99")
+_REQUEST_TIMES = ("configuration", "time", "#mean", "#p50", "#p90", "#p99")
 _REQUEST_WORDS = (
     "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
     "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
@@ -169,53 +164,53 @@ def _failed(points: Points) -> Table:
 
 
 def _loads(points: Iterable[RequestPoint]) -> Iterator[Block]:
-    """Yield tables of loads of requests, apart from equal sequences."""
-    groups = group_by(points, lambda it: f"{Setting.of(it, total_layers=it.total_layers).part}, {it.machine}")
-    if groups:
-        yield from (Heading("Loads of requests"), Text(_REQUEST_WORDS))
-    for name, records in groups.items():
-        last = [loads[-1] for loads in loads_of(record for record in records if record.usable).values()]
-        yield _rates(name, records)
-        yield _times(name, last)
+    """Yield tables of each group of loads of requests."""
+    by_group = requests.groups(points)
+    if by_group:
+        yield Text(_REQUEST_WORDS)
+
+    def last(
+        value: Callable[[RequestPoint], float | None], form: Callable[[float], str] = figures
+    ) -> Callable[[RequestRates], str]:
+        return lambda row: "" if (number := value(row.point)) is None else form(number)
+
+    columns: dict[str, Callable[[RequestRates], str]] = {
+        "configuration": lambda row: titled(row.point),
+        "#tokens in / out": lambda row: " / ".join(f"{length:.0f}" for length in row.point.mean_lengths or ()),
+        "#loads": lambda row: str(len(row.rates)),
+        "#output tok/s": lambda row: figures(row.mean),
+        "#range": lambda row: row.range,
+        "#tok/s while others waited": last(lambda point: point.waiting_tok_s),
+        "#steady tok/s": last(lambda point: point.steady_tok_s),
+        "#goodput, requests/s": last(requests.goodput),
+        "#link busy": last(lambda point: point.link_busy, "{:.0%}".format),
+    }
+    for group, records in by_group.items():
+        rows = requests.ranked(records)
+        ran, failed = {row.point.key for row in rows}, {record.key: record for record in records}
+        yield Heading(f"{group.title}, {group.machine}")
+        yield table(f"{group.conditions}. Output tok/s over all loads, the rest of the last one.", columns, rows)
+        yield _times([row.point for row in rows])
         yield Items(
-            f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
-            for record in last
-            for level in sla.check(record, map(sla.parse, record.sla))
+            f"{record.case.label()}: {record.status}: {record.error or ''}".rstrip(": ")[:160]
+            for key, record in failed.items()
+            if key not in ran
+        )
+        yield Items(
+            f"{row.point.case.label()}: {level.describe()}."
+            for row in rows
+            for level in sla.check(row.point, map(sla.parse, row.point.sla))
         )
 
 
-def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
-    rows, loads = [], loads_of(points)
-    sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
-    common = sources[0] if len(set(sources)) == 1 else ""
-    for ((_, key), records), source in zip(loads.items(), sources, strict=True):
-        last, good = records[-1], [record for record in records if record.usable]
-        measured = [record.output_tok_s or 0.0 for record in good]
-        shown = good[-1] if good else last
-        lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
-        steady = [rate for record in good if (rate := record.steady_tok_s) is not None]
-        outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
-        cells = (
-            key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
-            "" if lengths is None else " / ".join(f"{length:.0f}" for length in lengths),
-            str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
-            f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
-            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "",
-            "" if (rate := goodput(shown)) is None else figures(rate),
-            "" if shown.link_busy is None else f"{shown.link_busy:.0%}", outcome,
-        )  # fmt: skip
-        rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
-    return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", _RATES, tuple(rows))
-
-
-def _times(name: str, points: Iterable[RequestPoint]) -> Table:
+def _times(points: Iterable[RequestPoint]) -> Table:
     rows = [
-        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(milliseconds, times)))
+        Row((point.case.label(), metric.removesuffix("_ms").upper(), *map(milliseconds, times)))
         for point in points
         for metric in METRICS
         for times in (point.summary(metric) or (None,) * 4,)
     ]
-    return Table(f"{name}: times of requests in the last load.", _REQUEST_TIMES, tuple(rows))
+    return Table("Times of requests in the last load.", _REQUEST_TIMES, tuple(rows))
 
 
 def studies(findings: Findings) -> Iterator[Block]:

@@ -10,9 +10,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from tests.inline import MACHINE, SPEC, slaughter
 from tests.inline_worker import InlineWorker
@@ -28,7 +28,7 @@ from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Facts, Load
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, Command, Facts, Load
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
 PLAN = make_plan(CASE, SPEC, MACHINE)
@@ -109,7 +109,7 @@ class InlineRows(InlineWorker):
         self.alive: list[Request] = []  # rows that run
         self.queue: list[Request] = []
         self.sizes: list[int] = []  # rows in the worker at each step
-        self.before: Callable[[str], object] = lambda _task: None
+        self.before: Callable[[type[Command[Any]]], object] = lambda _command: None
 
     def __call__(self) -> Self:
         return self
@@ -120,10 +120,10 @@ class InlineRows(InlineWorker):
             raise FAILURES[self.refused]("no memory")
         return Facts()
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["task"] != "load":
-            self.before(message["task"])
-        return super()._exchange(message)
+    def _exchange(self, command: Command[Any]) -> Any:
+        if not isinstance(command, Load):
+            self.before(type(command))
+        return super()._exchange(command)
 
     def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
         self.alive, self.queue, self.max_rows = [], [], request.rows or 1 << 20
@@ -156,8 +156,8 @@ class InlineRows(InlineWorker):
             before = answers[row.key].tokens if row.key in answers else []
             answer = Update(key=row.key, tokens=[*before, row.output_ids[-1]])
             if row.left == 0 or len(row.output_ids) == natural(row):
-                reason = "length" if row.left == 0 else "stop"
-                answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, row.output_ids))})
+                reason: Literal["length", "stop"] = "length" if row.left == 0 else "stop"
+                answer = replace(answer, finish_reason=reason, text=" ".join(map(str, row.output_ids)))
             else:
                 alive.append(row)
             answers[row.key] = answer

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tests import PATIENCE_S, wait
@@ -172,4 +173,4 @@ class ServedRows(InlineRows):
             return update
         text = " ".join(map(str, row.output_ids))
         delta, self._shown[row.key] = text[len(self._shown.get(row.key, "")) :], text
-        return update.model_copy(update={"delta": delta})
+        return replace(update, delta=delta)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStep, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStep, BatchStepped, Command
 
 PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
 LINES = [line(prompt) for prompt in PROMPTS]
@@ -124,7 +125,7 @@ def test_a_load_that_fails_answers_nothing(tmp_path: Path) -> None:
 def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -> None:
     path, worker, calls = tmp_path / "out.jsonl", InlineRows(), []
 
-    def interrupt(called: str) -> None:
+    def interrupt(called: type[Command[Any]]) -> None:
         calls.append(called)
         if len(calls) > 12:
             os.kill(os.getpid(), number)
@@ -137,7 +138,7 @@ def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -
     assert signal.getsignal(number) is before
     kept = [json.loads(line) for line in job_path(path).read_bytes().splitlines()[1:]]
     made = sum(len(record["tokens"]) for record in kept)
-    assert set(calls) == {"batch_start", "batch_step"}
+    assert set(calls) == {BatchStart, BatchStep}
     answered = sum(len(output.split()) for output in texts(path).values() if output)
     again = InlineRows()
     progress = run_inline(path, LINES, again, max_rows=4)

@@ -87,9 +87,9 @@ def test_a_batch_job_stops_and_loses_no_answer(tmp_path: Path, way: str) -> None
     path, worker = tmp_path / "folder" / "out.jsonl", InlineRows()
     lines = [line(f"a{10 * size}/{size}") for size in range(1, 13)]
 
-    def took(task: str) -> None:
+    def took(_command: object) -> None:
         if path.stat().st_size and not worker.closed and len(worker.sizes) > 2:
-            worker.before = lambda _task: None
+            worker.before = lambda _command: None
             WAYS[way](path)
 
     worker.before = took

@@ -3,6 +3,7 @@
 import io
 import sys
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -94,12 +95,14 @@ def test_a_machine_without_a_gpu_has_no_link(gpus: int, capsys: pytest.CaptureFi
 
 
 def test_every_stage_of_a_worker_reaches_the_parent() -> None:
-    output = io.StringIO()
-    server = Server(output)
+    parent, worker = Pipe()
+    server = Server(worker)
     for stage, share in (("starting", 0.0), ("compiling", 0.0), ("compiling", 0.1), ("loading weights", 0.0)):
         server._on_progress(stage, share)
-    stages = [line.split('"')[3] for line in output.getvalue().splitlines()]
-    assert stages == ["starting", "compiling", "loading weights"]
+    worker.close()
+    assert [parent.recv()[0] for _ in range(3)] == ["starting", "compiling", "loading weights"]
+    with pytest.raises(EOFError):
+        parent.recv()
 
 
 def test_a_sweep_reports_its_points_of_all_and_the_time_left(tmp_path: Path) -> None:

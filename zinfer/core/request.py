@@ -1,18 +1,10 @@
 """Requests and updates: they go unchanged from border to scheduler and back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
-
-from pydantic import ConfigDict, Field
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from zinfer.core.value import Frozen
-
-
-class Message(Frozen):
-    """Part of a message between processes. Numbers that are not finite travel, too."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
 class Sampling(Frozen):
@@ -98,29 +90,37 @@ class Request:
         """`length`, and the maximum of tokens to come."""
         return self.length, self.left
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a plain request; a subclass may have more fields."""
+        ids = self.prompt_ids if isinstance(self.prompt_ids, list) else list(self.prompt_ids)
+        return Request, (ids, *(getattr(self, each.name) for each in fields(Request)[1:]))
+
     def add(self, tokens: Sequence[int]) -> None:
         """Append output tokens."""
         self.output_ids.extend(tokens)
         self.left -= len(tokens)
 
 
-class TokenScore(Message):
+@dataclass(frozen=True)
+class TokenScore:
     """Token, its log-probability in nats, and the likeliest ones in its place."""
 
     token: str
     logprob: float
-    top: list[tuple[str, float]] = Field(default_factory=list)
+    top: list[tuple[str, float]] = field(default_factory=list)
 
 
-class EchoedPrompt(Message):
+@dataclass(frozen=True)
+class EchoedPrompt:
     """Prompt as text, its first token, and the scores of the others."""
 
     text: str
     first: str
-    scores: list[TokenScore] = Field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
 
 
-class Failure(Message):
+@dataclass(frozen=True)
+class Failure:
     """Reason why a request has no answer, with code and HTTP status."""
 
     code: str
@@ -129,7 +129,8 @@ class Failure(Message):
     param: str | None = None
 
 
-class Update(Message):
+@dataclass(frozen=True)
+class Update:
     """New tokens of the request `key`, and its end or failure.
 
     `delta` is new text, if the request streams; `text` the whole one, at the end. `scores` count the end token, too;
@@ -137,12 +138,12 @@ class Update(Message):
     """
 
     key: int
-    tokens: list[int] = Field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     delta: str = ""
     text: str = ""
     finish_reason: Literal["stop", "length"] | None = None
     failure: Failure | None = None
-    scores: list[TokenScore] = Field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
     prompt: EchoedPrompt | None = None
     cached: int = 0
 

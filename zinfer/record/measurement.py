@@ -43,7 +43,7 @@ class Effective(Frozen):
 Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
-SpanMs = Annotated[float, Field(ge=-1e7, le=LONGEST_MS)]  # spans may begin before their step
+SpanMs = Annotated[Moment, Field(ge=-1e7, le=LONGEST_MS)]  # spans may begin before their step
 
 
 class Span(NamedTuple):
@@ -58,8 +58,7 @@ class Span(NamedTuple):
 
     def row(self) -> list[Any]:
         """Return the stored row: ``["copy", 3, 17.204, 35.391]``."""
-        times = (round(self.start_ms, 3) + 0.0, round(self.end_ms, 3) + 0.0)
-        return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
+        return [*self[:4], *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
 
 def _renamed(rows: Any) -> Any:

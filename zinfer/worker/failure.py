@@ -20,6 +20,9 @@ _STATUSES: dict[Status, tuple[type[BaseException], ...]] = {
 }
 
 
+LOAD = "load"  # stage of a failed load
+
+
 class TaskFailure(Frozen):
     """Answer of a failed task: status, reason, stage and exit code."""
 

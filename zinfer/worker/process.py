@@ -1,25 +1,23 @@
 """Parent's end of a worker: one process a load.
 
-CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
-JSON lines over the worker's stdin and stdout, in lock-step; its own prints go to stderr. A worker ends with its parent,
-whatever kills that, and the programs that it has started end with it (`zinfer.system.ending`).
+CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Commands and answers go
+through a socket, pickled, in lock-step; what the worker prints goes to stderr. A worker ends with its parent, whatever
+kills that, and the programs that it has started end with it (`zinfer.system.ending`).
 """
 
-import json
 import os
 import platform
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing import Pipe
 from typing import IO, Any
 
 from zinfer import __version__
@@ -31,8 +29,7 @@ from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
-from zinfer.worker import tasks
-from zinfer.worker.failure import TaskFailure
+from zinfer.worker.failure import LOAD, TaskFailure
 from zinfer.worker.tasks import Answer, BatchStepped, Command, Facts, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
@@ -98,16 +95,13 @@ class Client(ABC):
     def ask(self, command: Command[Answer]) -> Answer:
         """Return the answer to a command of `zinfer.worker.tasks`. Raises TaskFailed where the task failed, WorkerDied
         where the worker ended without an answer."""
-        name = tasks.NAMES[type(command)]
-        answer = self._exchange({"task": name, "request": command.model_dump(mode="json")})
-        if "failure" in answer:
-            failure = TaskFailure.model_validate(answer["failure"])
-            kind = LoadFailed if failure.stage == tasks.NAMES[Load] else TaskFailed
-            raise kind(failure.status, failure.error, failure.exit_code)
-        validated: Answer = tasks.TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
-        if isinstance(validated, BatchStepped) and validated.loaded is not None:
-            self._loaded(validated.loaded)
-        return validated
+        answer: Answer | TaskFailure = self._exchange(command)
+        if isinstance(answer, TaskFailure):
+            kind = LoadFailed if answer.stage == LOAD else TaskFailed
+            raise kind(answer.status, answer.error, answer.exit_code)
+        if isinstance(answer, BatchStepped) and answer.loaded is not None:
+            self._loaded(answer.loaded)
+        return answer
 
     def load(self, plan: Plan, early: bool = False) -> None:
         """Load `plan`'s engine; with `early` it may answer before all is loaded. Raises LoadFailed, WorkerDied."""
@@ -124,8 +118,8 @@ class Client(ABC):
         return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance))
 
     @abstractmethod
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the session's answer to a message, both in JSON's types. Raises WorkerDied."""
+    def _exchange(self, command: Command[Any]) -> Any:
+        """Return the session's answer to a command, or a TaskFailure. Raises WorkerDied."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -148,44 +142,33 @@ class Worker(Client):
         self._oom_kills, self._killed, usable = host.oom_kills(), False, host.usable_cpus()
         # The CPU time of a container limits the threads of libraries.
         threads = {"OMP_NUM_THREADS": str(usable)} if usable < len(os.sched_getaffinity(0)) else {}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "zinfer.worker.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**_VARIABLES, **threads, **os.environ, PARENT: str(os.getpid())},
-            start_new_session=True,  # ctrl-C is the parent's to handle
-        )
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "zinfer.worker.server"],
+                stdin=theirs.fileno(),
+                stdout=self._log or 2,
+                stderr=self._log,
+                env={**_VARIABLES, **threads, **os.environ, PARENT: str(os.getpid())},
+                start_new_session=True,  # ctrl-C is the parent's to handle
+            )
         self._unregister = at_end(partial(self._end, 1.0))  # others may wait for this process
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with suppress(ValueError):
-                self._answers.put(json.loads(line))
-        self._answers.put(None)
-
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+    def _exchange(self, command: Command[Any]) -> Any:
         deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                self.kill()
-                raise WorkerDied("timeout", f"no answer within {self._timeout:g} s") from None
-            if answer is None:
-                raise self._obituary()
-            if "progress" in answer:
-                self._on_progress(answer["progress"], answer["share"])
-            else:
-                self._oom_kills = host.oom_kills()  # earlier ones struck others
-                return answer
+        try:
+            with suppress(BrokenPipeError):  # its last words may be there
+                self._connection.send(command)
+            while self._connection.poll(max(0.0, deadline - time.monotonic())):
+                answer = self._connection.recv()
+                if not isinstance(answer, tuple):
+                    self._oom_kills = host.oom_kills()  # earlier ones struck others
+                    return answer
+                self._on_progress(*answer)
+        except (EOFError, ConnectionError):
+            raise self._obituary() from None
+        self.kill()
+        raise WorkerDied("timeout", f"no answer within {self._timeout:g} s")
 
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
@@ -220,9 +203,7 @@ class Worker(Client):
 
     def close(self) -> None:
         """Let the worker finish in order. Kill it if it does not within half a minute."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._connection.close()
         if not self._killed:
             try:
                 self._process.wait(timeout=30)

@@ -1,18 +1,15 @@
-"""Worker's end of the pipe: JSON lines in, answers and progress out."""
+"""Worker's end of the socket: commands in, answers and progress out."""
 
 import gc
-import json
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
 
 from zinfer.system.ending import with_parent
-from zinfer.worker.session import MakeEngine, Session, import_engine, load
+from zinfer.worker.session import MakeEngine, Session, import_engine
 
 PROGRESS_S = 0.2  # between two messages of progress
 
@@ -20,27 +17,27 @@ PROGRESS_S = 0.2  # between two messages of progress
 class Server:
     """Server that answers commands with a `zinfer.worker.session.Session`."""
 
-    def __init__(self, answers: IO[str]) -> None:
-        self._answers = answers
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._lock = threading.Lock()
         self._sent_at, self._stage = 0.0, ""
-        self._session = Session(self._on_progress, {"load": partial(load, find=imported)})
+        self._session = Session(self._on_progress, imported)
 
-    def serve(self, commands: IO[str]) -> None:
-        """Answer line after line until the last one; then close the engine."""
-        for line in commands:
-            self._send(self._session.answer(json.loads(line)))
+    def serve(self) -> None:
+        """Answer command after command until the parent's end is closed; then close the engine."""
+        with suppress(EOFError):
+            while True:
+                self._send(self._session.answer(self._connection.recv()))
         self._session.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: object) -> None:
         with self._lock:
-            self._answers.write(json.dumps(message) + "\n")
-            self._answers.flush()
+            self._connection.send(message)
 
     def _on_progress(self, stage: str, share: float) -> None:
         if stage != self._stage or share >= 1 or time.monotonic() - self._sent_at > PROGRESS_S:
             self._sent_at, self._stage = time.monotonic(), stage
-            self._send({"progress": stage, "share": share})
+            self._send((stage, share))
 
 
 def imported(target: str, early: bool) -> MakeEngine:
@@ -55,13 +52,13 @@ def imported(target: str, early: bool) -> MakeEngine:
 
 
 def main() -> None:
-    """Serve a parent on stdin and stdout, and end with it; whatever else is printed goes to stderr."""
+    """Serve the parent on the socket at stdin; end with it."""
     with_parent()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    Server(answers).serve(sys.stdin)
+    connection = Connection(os.dup(0))  # which programs that are started do not have
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    Server(connection).serve()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property, partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from zinfer.checkpoint.headers import CheckpointError
@@ -19,32 +20,36 @@ from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.stats import relative_half_width
-from zinfer.worker.failure import failure_of
+from zinfer.worker.failure import LOAD, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, Facts, Load, Measure
+from zinfer.worker.tasks import BatchStart, BatchStep, Command, Facts, Load, Measure
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
     from zinfer.generation.scheduler import ContinuousScheduler
     from zinfer.generation.tokenizer import Tokenizer
 
-Function = Callable[["Session", Any], Frozen]
 MakeEngine = Callable[[Plan, Progress], "Engine"]
-LOAD = "load"
-EARLY = frozenset({LOAD, "batch_start", "batch_step"})  # tasks that can run while the engine still loads
+EARLY = (Load, BatchStart, BatchStep)  # commands that can run while the engine still loads
+
+
+def import_engine(target: str, early: bool) -> "MakeEngine":
+    """Import the engine class at ``module:Class``; return what starts it, `early` if it can."""
+    from zinfer.engine import base
+
+    return partial(base.load(target).start, early=early)
 
 
 class Session:
-    """State of one worker. `instead` has functions that take the place of the table's."""
+    """State of one worker. `find` returns what makes the engine at a target, early or not."""
 
-    def __init__(self, on_progress: Progress, instead: Mapping[str, Function] | None = None) -> None:
-        self.on_progress = on_progress
+    def __init__(self, on_progress: Progress, find: Callable[[str, bool], MakeEngine] = import_engine) -> None:
+        self.on_progress, self.find = on_progress, find
         self.facts = Facts()
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
         self._fault: Exception | None = None  # exception of that
-        self._instead = instead or {}
 
     @property
     def engine(self) -> "Engine":
@@ -74,18 +79,22 @@ class Session:
         """Text of one token alone, also of a special one."""
         return cache(self.tokenizer.text_of)
 
-    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one task. ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``."""
-        name = message["task"]
+    def answer(self, command: Command[Any]) -> Frozen:
+        """Run one task; return its answer, or its failure."""
         try:
-            return {"answer": self._run(name, message.get("request")).model_dump(mode="json")}
+            if not isinstance(command, EARLY):
+                self.finish_loading()
+            return self.function(command)(self, command)
         except WorkerDied:  # raised by a stand-in for a process that ends
             raise
         except Exception as error:
             with suppress(Exception):
                 self.finish_loading(wait=False)  # which may have broken a pass
-            failure = failure_of(error, name) if self._fault is None else failure_of(self._fault, LOAD)
-            return {"failure": failure.model_dump(mode="json")}
+            return failure_of(self._fault or error, LOAD if self._fault or isinstance(command, Load) else "")
+
+    def function(self, command: Command[Any]) -> "Callable[[Session, Any], Frozen]":
+        """Import the function of a command."""
+        return resolve_name(command.task)  # type: ignore[no-any-return]
 
     def finish_loading(self, wait: bool = True) -> None:
         """Wait for a load that goes on; without `wait` do nothing while it does. Raises what it raises, and
@@ -99,13 +108,6 @@ class Session:
             raise
         self.unfinished = None
 
-    def _run(self, name: str, request: Any) -> Frozen:
-        command = TASKS[name].command.model_validate(request)
-        function = self._instead.get(name) or TASKS[name].function()
-        if name not in EARLY:
-            self.finish_loading()
-        return function(self, command)
-
     def close(self, engine: bool = True) -> None:
         """End the batch, and the engine if `engine`. Safe to call twice."""
         with suppress(Exception):
@@ -117,15 +119,8 @@ class Session:
             loaded.close()
 
 
-def import_engine(target: str, early: bool) -> "MakeEngine":
-    """Import the engine class at ``module:Class``; return what starts it, `early` if it can."""
-    from zinfer.engine import base
-
-    return partial(base.load(target).start, early=early)
-
-
-def load(session: Session, command: Load, find: "Callable[[str, bool], MakeEngine]" = import_engine) -> Facts:
-    """Load the engine that `find` returns. Raises its errors, and CheckpointError for changed weights."""
+def load(session: Session, command: Load) -> Facts:
+    """Load the engine that the session finds. Raises its errors, and CheckpointError for changed weights."""
     plan = command.plan
     session.facts = facts_of(plan)
     session.on_progress("starting", 0.0)
@@ -135,7 +130,7 @@ def load(session: Session, command: Load, find: "Callable[[str, bool], MakeEngin
         check_same_tokens(plan.model)
     from zinfer.worker.probe import measure_link
 
-    make = find(command.target, command.early)
+    make = session.find(command.target, command.early)
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,17 +1,15 @@
-"""Table of a worker's tasks: command, answer and function of each.
+"""Tasks of a worker: commands, the answers to them, and their functions.
 
-Commands and answers travel as JSON. The functions are imported where they run: the table needs no torch.
+Commands and answers travel pickled. The functions are imported where they run: this module needs no torch.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pkgutil import resolve_name
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
 
-from pydantic import Field, PlainSerializer, PlainValidator
+from pydantic import Field
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.request import Message, Request, Sampling, Update
+from zinfer.core.request import Request, Update
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
 from zinfer.plan.planner import Plan
@@ -19,44 +17,19 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 Answer = TypeVar("Answer", bound=Frozen)
 
 
-def _changes(requests: Iterable[Request]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each request that differ from its predecessor."""
-    before: dict[str, Any] = {}
-    for request in requests:
-        fields = {name: getattr(request, name) for name in _FIELDS}  # a subclass may have more
-        changed = {name: value for name, value in fields.items() if name not in before or value != before[name]}
-        before = fields
-        yield changed | ({"prompt_ids": list(request.prompt_ids)} if "prompt_ids" in changed else {})
-
-
-def _requests(items: Iterable[Any]) -> list[Request]:
-    """Return requests, of `_changes` or as they are; those with one prompt share its list."""
-    requests, fields = list[Request](), dict[str, Any]()
-    for item in items:
-        if not isinstance(item, Request):
-            fields |= item
-            sampling = Sampling.model_validate(fields["sampling"])
-            changed = {"sampling": sampling, "stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
-            item = Request(**fields | changed)
-        requests.append(item)
-    return requests
-
-
-Requests = Annotated[Sequence[Request], PlainValidator(_requests), PlainSerializer(lambda items: [*_changes(items)])]
-
-
-class Command(Message, Generic[Answer]):
+class Command(Frozen, Generic[Answer]):
     """Command to a worker, which answers with an `Answer`."""
+
+    task: ClassVar[str]  # ``module:function``, of the worker's session and the command
 
 
 # Loading and measuring
 
 
-class Facts(Message):
+class Facts(Frozen):
     """Facts that all records of a load have."""
 
     machine: str = ""
@@ -73,6 +46,7 @@ class Facts(Message):
 class Load(Command[Facts]):
     """Load the engine at `target`, ``module:Class``, for a plan."""
 
+    task = "zinfer.worker.session:load"
     target: str
     plan: Plan
     revision: str = ""  # fingerprint of the only weights to load, if there is one
@@ -82,6 +56,7 @@ class Load(Command[Facts]):
 class Measure(Command[Measurement]):
     """Measure a case of the loaded engine. A spread within `tolerance` ends the repeats early."""
 
+    task = "zinfer.worker.session:measure"
     case: Case
     repeats: int
     tolerance: float
@@ -90,9 +65,10 @@ class Measure(Command[Measurement]):
 class MeasureRequests(Command[RequestPoint]):
     """Measure requests as a load. Those without a prompt get as many random tokens as `input_lens` says."""
 
+    task = "zinfer.worker.requests:measure_requests"
     case: Case
     load: RequestLoad
-    requests: Requests
+    requests: Sequence[Request]
     input_lens: list[int]
     sla: tuple[str, ...] = ()
 
@@ -100,7 +76,7 @@ class MeasureRequests(Command[RequestPoint]):
 # Text
 
 
-class BatchStarted(Message):
+class BatchStarted(Frozen):
     """Positions of KV cache, and why prompts cannot be reused."""
 
     positions: int
@@ -112,13 +88,14 @@ class BatchStart(Command[BatchStarted]):
     """Begin a batch in place of a running one. `load` is the largest load to reckon with; at most `rows` run at a time,
     the earliest before others if `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory."""
 
+    task = "zinfer.worker.generation:batch_start"
     load: Workload
     rows: int | None = None
     arrivals: bool = False
     cache_size: int = 0
 
 
-class BatchStepped(Message):
+class BatchStepped(Frozen):
     """Passes of a batch, and the updates of its rows."""
 
     passes: int
@@ -138,7 +115,8 @@ class BatchStep(Command[BatchStepped]):
     """Run passes until a row ends or `answer_s` seconds have gone by. The default is a second, and 0 is one pass. First
     the rows whose keys are `drop` are discarded, and `requests` begin to wait."""
 
-    requests: Requests = Field(default_factory=list)
+    task = "zinfer.worker.generation:batch_step"
+    requests: Sequence[Request] = Field(default_factory=list)
     drop: list[int] = Field(default_factory=list)
     answer_s: float | None = None
 
@@ -149,12 +127,13 @@ class BatchStep(Command[BatchStepped]):
 class PrefixReuse(Command[Reload]):
     """Time the first token after `context` tokens. All but `new_tokens` are reloaded, or all computed."""
 
+    task = "zinfer.worker.studies:prefix_reuse"
     context: int
     new_tokens: int
     repeats: int
 
 
-class LogitsFile(Message):
+class LogitsFile(Frozen):
     """Logits on disk: their type and their shape, ``[steps, B, V]``."""
 
     file: str
@@ -162,7 +141,7 @@ class LogitsFile(Message):
     shape: tuple[int, int, int]
 
 
-class LogitsRecorded(Message):
+class LogitsRecorded(Frozen):
     """Tokens that followed each prompt, ``[B, steps]``, and their logits."""
 
     tokens: list[list[int]]
@@ -173,13 +152,14 @@ class LogitsRecord(Command[LogitsRecorded]):
     """Continue prompts of one length, and write the logits to `file`. A row's `steps` tokens are those of `tokens`, or
     the most likely ones where that is None."""
 
+    task = "zinfer.worker.studies:logits_record"
     prompts: list[list[int]]
     tokens: list[list[int] | None]
     steps: int
     file: str
 
 
-class LogitsCompared(Message):
+class LogitsCompared(Frozen):
     """Deviation at every step of each row."""
 
     rows: list[list[Position]]
@@ -188,33 +168,8 @@ class LogitsCompared(Message):
 class LogitsCompare(Command[LogitsCompared]):
     """Compare logits along `tokens` with recorded ones. `tokens` follow `prompts`; `first` is the first row's."""
 
+    task = "zinfer.worker.studies:logits_compare"
     prompts: list[list[int]]
     tokens: list[list[int]]
     first: int
     logits: LogitsFile
-
-
-class Task(NamedTuple):
-    """Command, answer, and function (``module:function``, of the worker's session and the command)."""
-
-    command: type[Command[Any]]
-    answer: type[Frozen]
-    target: str
-
-    def function(self) -> Callable[[Any, Any], Frozen]:
-        """Import the function."""
-        function: Callable[[Any, Any], Frozen] = resolve_name(self.target)
-        return function
-
-
-TASKS: Mapping[str, Task] = {
-    "load": Task(Load, Facts, "zinfer.worker.session:load"),
-    "measure": Task(Measure, Measurement, "zinfer.worker.session:measure"),
-    "measure_requests": Task(MeasureRequests, RequestPoint, "zinfer.worker.requests:measure_requests"),
-    "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
-    "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
-    "prefix_reuse": Task(PrefixReuse, Reload, "zinfer.worker.studies:prefix_reuse"),
-    "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.studies:logits_record"),
-    "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.studies:logits_compare"),
-}
-NAMES: Mapping[type[Message], str] = {task.command: name for name, task in TASKS.items()}

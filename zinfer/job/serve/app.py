@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -237,7 +238,7 @@ async def _events(exchange: Exchange) -> AsyncIterator[str]:
         if over and exchange.asked.usage and failure is None:
             lines.append(exchange.chunk([], usage=True))
         if failure is not None:
-            lines.append(_error_body(failure.model_copy(update={"param": None})))
+            lines.append(_error_body(replace(failure, param=None)))
         text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
         if over and failure is None:
             text += "data: [DONE]\n\n"

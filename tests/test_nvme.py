@@ -182,10 +182,10 @@ def fault_of(run: Callable[[], object]) -> str:
     """Return the line that `run` fails with, as a record has it."""
     with pytest.raises((OSError, CheckpointError)) as error:
         run()
-    failure = failure_of(error.value, "decode")
-    assert failure.status == "io_error"
-    assert "\n" not in failure.error
-    return failure.error
+    status, line, _ = failure_of(error.value)
+    assert status == "io_error"
+    assert "\n" not in line
+    return line
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))

@@ -7,7 +7,6 @@ from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.engine import OptionError
 from zinfer.core.errors import ENVIRONMENT, INTERNAL, NotFiniteError, ZinferError, error_line, is_out_of_memory
 from zinfer.core.model import ModelError
-from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.record.measurement import Status
 from zinfer.system.documents import DocumentError
@@ -20,25 +19,8 @@ _STATUSES: dict[Status, tuple[type[BaseException], ...]] = {
 }
 
 
-LOAD = "load"  # stage of a failed load
-
-
-class TaskFailure(Frozen):
-    """Answer of a failed task: status, reason, stage and exit code."""
-
-    status: Status
-    error: str
-    stage: str = ""
-    exit_code: int = ENVIRONMENT
-
-    @property
-    def recorded(self) -> dict[str, str]:
-        """Fields of a record."""
-        return self.model_dump(exclude={"exit_code"})
-
-
-def failure_of(error: BaseException, stage: str) -> TaskFailure:
-    """Return the failure of an exception; with --debug, stderr gets its traceback."""
+def failure_of(error: BaseException) -> tuple[Status, str, int]:
+    """Return status, line and exit code; with --debug, stderr gets the traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         traceback.print_exception(error)
     status, text = status_of(error), error_line(error)
@@ -47,7 +29,7 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
     exit_code = INTERNAL if status == "crashed" else ENVIRONMENT
     if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
         exit_code = error.exit_code
-    return TaskFailure(status=status, error=text, stage=stage, exit_code=exit_code)
+    return status, text, exit_code
 
 
 def status_of(error: BaseException) -> Status:

@@ -29,7 +29,6 @@ from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
-from zinfer.worker.failure import LOAD, TaskFailure
 from zinfer.worker.tasks import Answer, BatchStepped, Command, Facts, Load, Measure
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
@@ -53,9 +52,12 @@ class WorkerError(RuntimeError):
     """Command without an answer. Its status, the reason in one line, and the exit code for it."""
 
     def __init__(self, status: Status, message: str, exit_code: int = ENVIRONMENT) -> None:
-        super().__init__(message)
+        super().__init__(status, message, exit_code)  # so that it can be pickled
         self.status: Status = status
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
     @property
     def line(self) -> str:
@@ -95,10 +97,9 @@ class Client(ABC):
     def ask(self, command: Command[Answer]) -> Answer:
         """Return the answer to a command of `zinfer.worker.tasks`. Raises TaskFailed where the task failed, WorkerDied
         where the worker ended without an answer."""
-        answer: Answer | TaskFailure = self._exchange(command)
-        if isinstance(answer, TaskFailure):
-            kind = LoadFailed if answer.stage == LOAD else TaskFailed
-            raise kind(answer.status, answer.error, answer.exit_code)
+        answer: Answer | TaskFailed = self._exchange(command)
+        if isinstance(answer, TaskFailed):
+            raise answer
         if isinstance(answer, BatchStepped) and answer.loaded is not None:
             self._loaded(answer.loaded)
         return answer
@@ -119,7 +120,7 @@ class Client(ABC):
 
     @abstractmethod
     def _exchange(self, command: Command[Any]) -> Any:
-        """Return the session's answer to a command, or a TaskFailure. Raises WorkerDied."""
+        """Return the session's answer to a command, or a TaskFailed. Raises WorkerDied."""
 
     @abstractmethod
     def kill(self) -> None:

@@ -20,8 +20,8 @@ from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.stats import relative_half_width
-from zinfer.worker.failure import LOAD, failure_of
-from zinfer.worker.process import WorkerDied, now, versions
+from zinfer.worker.failure import failure_of
+from zinfer.worker.process import LoadFailed, TaskFailed, WorkerDied, now, versions
 from zinfer.worker.tasks import BatchStart, BatchStep, Command, Facts, Load, Measure
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Session:
         """Text of one token alone, also of a special one."""
         return cache(self.tokenizer.text_of)
 
-    def answer(self, command: Command[Any]) -> Frozen:
+    def answer(self, command: Command[Any]) -> Frozen | TaskFailed:
         """Run one task; return its answer, or its failure."""
         try:
             if not isinstance(command, EARLY):
@@ -90,7 +90,8 @@ class Session:
         except Exception as error:
             with suppress(Exception):
                 self.finish_loading(wait=False)  # which may have broken a pass
-            return failure_of(self._fault or error, LOAD if self._fault or isinstance(command, Load) else "")
+            kind = LoadFailed if self._fault or isinstance(command, Load) else TaskFailed
+            return kind(*failure_of(self._fault or error))
 
     def function(self, command: Command[Any]) -> "Callable[[Session, Any], Frozen]":
         """Import the function of a command."""
@@ -196,7 +197,8 @@ def recorded(session: Session, case: Case, samples: Any, run: Callable[[], objec
     try:
         run()
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        failed = failure_of(error, samples.stage).recorded
+        status, line, _ = failure_of(error)
+        failed = {"status": status, "error": line, "stage": samples.stage}
     effective: Effective | None = engine.effective()  # None: a server's cannot be counted
     fields = session.facts.model_dump(exclude_unset=True) | {"gpu": samples.gpu, "status": samples.status}
     fields |= {"effective": effective, "host_peak_bytes": engine.host_memory()}

@@ -71,16 +71,15 @@ class Exchange:
         self.asked = asked._replace(prompts=())  # the rows have them, as long as they need them
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
-        seed = asked.seed or secrets.token_hex(8)
+        seed, self.changed = asked.seed or secrets.token_hex(8), asyncio.Event()
         self.answers = [
             Answer(
                 **vars(self.asked.request([], 1, nth_seed(seed, number), key=-1)), prompt=prompt, asked=self.asked,
-                client=client,
+                client=client, changed=self.changed,
             )
             for prompt in asked.prompts
             for number in range(asked.n)
         ]  # fmt: skip
-        self.changed = asyncio.Event()
 
     @property
     def over(self) -> bool:
@@ -175,38 +174,22 @@ class Desk:
         self.dispatcher = dispatcher
         self.limits = ServerLimits(dispatcher.plan.model.vocab_size, dispatcher.settings.max_waiting)
         self.form = dispatcher.settings.form
-        self.exchanges: dict[Answer, Exchange] = {}
         self.held = 0  # bytes of the bodies of all requests under way
         self.parsers = ThreadPoolExecutor(PARSERS, "parser")
 
-    def deliver(self, updates: Iterable[tuple[Answer, Update]]) -> None:
-        """Take updates of answers; in the event loop."""
-        for answer, update in updates:
-            exchange = self.exchanges.get(answer)
-            if exchange is not None:
-                answer.take(update)
-                if exchange.asked.stream or update.ended:
-                    exchange.changed.set()
-
-    def open(self, exchange: Exchange) -> None:
-        """Send the rows of a request to the dispatcher. Raises its errors."""
-        self.exchanges |= dict.fromkeys(exchange.answers, exchange)
-        try:
-            self.dispatcher.submit(exchange.answers)
-        except BaseException:
-            self._remove(exchange)
-            raise
-
     def close(self, exchange: Exchange) -> None:
         """End a request; drop its unanswered rest."""
-        self._remove(exchange)
         self.held -= exchange.size
         if not exchange.over:
             self.dispatcher.drop(answer for answer in exchange.answers if not answer.over)
 
-    def _remove(self, exchange: Exchange) -> None:
-        for answer in exchange.answers:
-            self.exchanges.pop(answer, None)
+
+def deliver(updates: Iterable[tuple[Answer, Update]]) -> None:
+    """Take updates of answers; in the event loop."""
+    for answer, update in updates:
+        answer.take(update)
+        if answer.stream or update.ended:
+            answer.changed.set()
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -354,7 +337,7 @@ def make_app(desk: Desk, log: Callable[[str], None]) -> Any:
                 raise _no_model(asked.model, names)
             client = request.client.host if request.client else ""
             exchange = request.scope[EXCHANGE] = Exchange(asked, model, len(body), client)
-            desk.open(exchange)
+            desk.dispatcher.submit(exchange.answers)
         except BaseException:
             desk.held -= len(body)
             raise

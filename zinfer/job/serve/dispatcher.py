@@ -5,6 +5,7 @@ in other threads (`zinfer.job.serve.reading`). A worker that dies is started aga
 go on with the tokens that they have, fewer of them at a time, so that a row that is to blame ends alone.
 """
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -129,6 +130,7 @@ class Answer(Request):
     prompt: Prompt
     asked: Asked
     client: str = ""  # who sent it; prompts of clients are read in turn
+    changed: asyncio.Event  # of its request: set where the event loop has something to send
     cached: int = 0  # tokens of the prompt whose KV cache was reused
     tries: int = 0  # failures of the worker with it
     streamed: bool = False  # True once some of its text was handed out

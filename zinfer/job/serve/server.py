@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.app import Desk, deliver, make_app
 from zinfer.job.serve.connections import BACKLOG, Listener
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.signals import Signals
@@ -52,7 +52,7 @@ class HttpServer:
 
     def __init__(self, dispatcher: Dispatcher, bound: socket.socket, log: Callable[[str], None] | None = None) -> None:
         self.dispatcher, self.desk, self._socket = dispatcher, Desk(dispatcher), bound
-        dispatcher.post = partial(self._from_outside, self.desk.deliver)
+        dispatcher.post = partial(self._from_outside, deliver)
         dispatcher.on_end = partial(self._from_outside, self._end)
         self._drain_s = dispatcher.settings.drain_s
         self._listener = Listener(make_app(self.desk, logged(log) if log else lambda _line: None), LAST_S)

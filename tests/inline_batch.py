@@ -18,7 +18,7 @@ from tests.inline import MACHINE, SPEC, slaughter
 from tests.inline_worker import InlineWorker
 from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request, Update
-from zinfer.generation.tokenizer_process import Refusal
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import BatchLine, read_requests, refusal, requests_of
@@ -72,16 +72,16 @@ def prompt_ids(prompt: str) -> list[int]:
     return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)
 
 
-class InlineTokenizer:
+class InlineTokenizer(TokenizerProcess):
     """A tokenizer of such prompts, in this process."""
 
-    max_tokens: int | None = None
-    closed = 0
+    def __init__(self) -> None:
+        self.closed = 0
 
     def encode_quickly(self, prompt: Any) -> list[int] | Refusal:
         return self.encode_alone(prompt)
 
-    def encode_alone(self, prompt: Any) -> list[int] | Refusal:
+    def encode_alone(self, prompt: Any, special: bool = True) -> list[int] | Refusal:
         if isinstance(prompt, str) and "/" in prompt:
             return prompt_ids(prompt)
         if prompt == "hi":  # with which a server tries it

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from zinfer.core.progress import Progress
-from zinfer.core.value import Frozen
 from zinfer.worker.process import Client
 from zinfer.worker.session import MakeEngine, Session, facts_of, import_engine
 from zinfer.worker.tasks import Command
@@ -13,7 +12,7 @@ from zinfer.worker.tasks import Command
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
 
-Functions = Mapping[type[Command[Any]], Callable[[Session, Any], Frozen]]
+Functions = Mapping[type[Command[Any]], Callable[[Session, Any], Any]]
 
 
 class InlineSession(Session):
@@ -23,7 +22,7 @@ class InlineSession(Session):
         super().__init__(on_progress, find)
         self.instead = instead
 
-    def function(self, command: Command[Any]) -> Callable[[Session, Any], Frozen]:
+    def function(self, command: Command[Any]) -> Callable[..., Any]:
         return self.instead.get(type(command)) or super().function(command)
 
 

@@ -15,7 +15,6 @@ from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.serve.dispatcher import Dispatcher, Settings
-from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, listen
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client
@@ -118,7 +117,7 @@ def serving(
     buffer: int | None = None,
     on_message: Callable[[str], None] = lambda _text: None,
     log: Callable[[str], None] | None = None,
-    tokenizer: Tokenizes | None = None,
+    tokenizer: TokenizerProcess | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`

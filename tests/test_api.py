@@ -19,7 +19,6 @@ from tests.inline_worker import InlineWorker
 from tests.test_serve import Reference
 from zinfer import SamplingParams as Params
 from zinfer.core.errors import ZinferError
-from zinfer.engine import EngineError
 from zinfer.record.store import Store
 from zinfer.worker.process import WorkerError
 
@@ -149,8 +148,7 @@ def test_a_worker_that_fails_is_loaded_again(here: Path, checkpoint: Checkpoints
             assert raised.value is error
             assert llm.generate("ab", greedy) == first
         assert len(made) == 3
-    with pytest.raises(EngineError, match="no engine is loaded"):
-        made[-1].session.engine  # noqa: B018
+    assert not hasattr(made[-1].session, "engine")
 
 
 def test_plans_are_those_of_the_command(here: Path) -> None:

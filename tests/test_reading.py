@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 
 from tests import PATIENCE_S
-from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal
+from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, TokenizerProcess
 from zinfer.job.serve.reading import UNREAD, Ids, Reader
 
 LONG = "x" * (QUICK_CHARACTERS + 1)
 
 
-class Gated:
+class Gated(TokenizerProcess):
     """A tokenizer whose prompts are read when the test says so; those with a ``!`` take longer than short ones may."""
-
-    max_tokens: int | None = None
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -33,7 +31,7 @@ class Gated:
         self.read.append(prompt)
         return None if "!" in prompt else [len(prompt)]
 
-    def encode_alone(self, prompt: Any) -> Ids:
+    def encode_alone(self, prompt: Any, special: bool = True) -> Ids:
         self._wait("long")
         self.read.append(prompt)
         if "broken" in prompt:

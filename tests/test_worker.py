@@ -32,7 +32,6 @@ from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress, silent
 from zinfer.core.request import Request, Sampling
-from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
@@ -325,10 +324,10 @@ def test_commands_and_answers_travel_as_they_are() -> None:
     command = tasks.LogitsCompare(
         prompts=[[1]], tokens=[[4]], first=0, logits=tasks.LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
     )
-    answer = tasks.LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]])
+    answer = [[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]
     got: list[Command[Any]] = []
 
-    def function(_session: Session, command: Command[Any]) -> Frozen:
+    def function(_session: Session, command: Command[Any]) -> object:
         got.append(command)
         return answer
 

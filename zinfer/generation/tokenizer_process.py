@@ -83,7 +83,7 @@ class TokenizerProcess(Closing):
         self._lock = threading.Lock()
         self._idle: list[Connection] = []  # to children that wait for a request
         self._facts: Facts | None = None
-        self._loading = self._failed = self._closed = False
+        self._loaded = self._closed = False
         self._start()
 
     @property
@@ -162,31 +162,25 @@ class TokenizerProcess(Closing):
                 if _received(ours, PATIENCE_S):
                     return ours
                 ours.close()
-                if self._closed:
-                    break
                 self._end()
-                self._start()
         raise ModelError(f"the process that reads prompts of {self._name} cannot be started")
 
     def _await(self) -> None:
         """Wait until the tokenizer is loaded. Raises ModelError if it cannot be; the next call tries again."""
-        if self._failed:
-            self._end()
+        if not (self._end.alive or self._closed):
             self._start()
-        if self._loading:
-            self._loading, self._failed = False, True
-            answer = _received(self._control, LOAD_WALL_S)
-            if not answer:
-                self._end()
-                limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
-                name = self._load["directory"] or self._name
-                raise ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
+        if not self._loaded:
+            limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
+            name = self._load["directory"] or self._name
+            none = {"why": f"{name}: its tokenizer takes more than {limits} to load, or crashes the library"}
+            answer = _received(self._control, LOAD_WALL_S) or none
             if "why" in answer:
+                self._end()
                 raise ModelError(answer["why"])
-            self._facts, self._failed = Facts(**answer), False
+            self._facts, self._loaded = Facts(**answer), True
 
     def _start(self) -> None:
-        self._loading, self._failed = True, False
+        self._loaded = False
         self._control, theirs = Pipe()
         env = {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET
         with theirs:

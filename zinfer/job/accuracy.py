@@ -62,7 +62,8 @@ def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> 
         part = slice(first, first + size)
         prompts = [row.prompt for row in batch.rows[part]]
         request = LogitsCompare(prompts=prompts, tokens=batch.tokens[part], first=first, logits=batch.logits)
-        positions += worker.ask(request).rows
+        answer = worker.ask(request)
+        positions += answer
     return positions
 
 

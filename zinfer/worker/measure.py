@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
+from zinfer.core.value import Closing
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.server.completions import Completion, body, complete, token_times
@@ -136,12 +137,12 @@ def measure(
                     return
                 if enough(samples.add(first_ms, step_ms)):
                     break
-            telemetry.stop()
+            telemetry.close()
             with suppress(Exception):
                 if repeats:  # a step that counts for nothing
                     samples.timeline = spans(engine.timeline([Work(loop.batch, loop.tokens[:, None])]))
         finally:
-            telemetry.stop()
+            telemetry.close()
             with suppress(Exception):
                 loop.end()
 
@@ -191,7 +192,7 @@ def measure_server(
                 break
 
 
-class Telemetry:
+class Telemetry(Closing):
     """Telemetry of an engine's GPUs, by NVML. At its end `samples` get means over the timed part as their `gpu`. Power
     and energy are those of all together, reasons for throttling those of any. There are none without NVML or a GPU."""
 
@@ -209,9 +210,6 @@ class Telemetry:
                 for number in range(engine.plan.placement.gpus):
                     uuid = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
                     self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-
-    def __enter__(self) -> "Telemetry":
-        return self
 
     def start(self) -> None:
         """Begin to sample, and to count energy."""
@@ -233,10 +231,7 @@ class Telemetry:
             for reasons in self._read("CurrentClocksThrottleReasons"):
                 self._reasons |= reasons
 
-    def __exit__(self, *_exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the timed part. Safe to call twice."""
         if self._thread is None or self._stop.is_set():
             return

@@ -15,8 +15,6 @@ from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.progress import Progress
-from zinfer.core.value import Frozen
-from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.stats import relative_half_width
@@ -46,21 +44,10 @@ class Session:
     def __init__(self, on_progress: Progress, find: Callable[[str, bool], MakeEngine] = import_engine) -> None:
         self.on_progress, self.find = on_progress, find
         self.facts = Facts()
-        self._engine: Engine | None = None
+        self.engine: Engine  # once it is loaded
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.unfinished: Callable[[], None] | None = None  # ends a load that goes on, and checks its weights
         self._fault: Exception | None = None  # exception of that
-
-    @property
-    def engine(self) -> "Engine":
-        """Loaded engine. Raises EngineError if there is none."""
-        if self._engine is None:
-            raise EngineError("no engine is loaded")
-        return self._engine
-
-    @engine.setter
-    def engine(self, engine: "Engine") -> None:
-        self._engine = engine
 
     @property
     def plan(self) -> Plan:
@@ -79,7 +66,7 @@ class Session:
         """Text of one token alone, also of a special one."""
         return cache(self.tokenizer.text_of)
 
-    def answer(self, command: Command[Any]) -> Frozen | TaskFailed:
+    def answer(self, command: Command[Any]) -> Any:
         """Run one task; return its answer, or its failure."""
         try:
             if not isinstance(command, EARLY):
@@ -93,9 +80,10 @@ class Session:
             kind = LoadFailed if self._fault or isinstance(command, Load) else TaskFailed
             return kind(*failure_of(self._fault or error))
 
-    def function(self, command: Command[Any]) -> "Callable[[Session, Any], Frozen]":
+    def function(self, command: Command[Any]) -> Callable[..., Any]:
         """Import the function of a command."""
-        return resolve_name(command.task)  # type: ignore[no-any-return]
+        function: Callable[..., Any] = resolve_name(command.task)
+        return function
 
     def finish_loading(self, wait: bool = True) -> None:
         """Wait for a load that goes on; without `wait` do nothing while it does. Raises what it raises, and
@@ -115,7 +103,7 @@ class Session:
             if self.scheduler is not None:
                 self.scheduler.end()
         self.scheduler = self.unfinished = self._fault = None
-        loaded, self._engine = self._engine, None
+        loaded: Engine | None = vars(self).pop("engine", None)
         if loaded is not None and engine:
             loaded.close()
 

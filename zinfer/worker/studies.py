@@ -21,7 +21,7 @@ from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.study import Position, Reload
 from zinfer.worker.measure import first_token_ms, prompts
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import LogitsCompare, LogitsCompared, LogitsFile, LogitsRecord, LogitsRecorded, PrefixReuse
+from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord, LogitsRecorded, PrefixReuse
 
 VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several times over
 
@@ -104,7 +104,7 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
     )
 
 
-def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
+def logits_compare(session: Session, request: LogitsCompare) -> list[list[Position]]:
     """Feed given tokens, and compare their logits with the recorded ones."""
     recorded, rows = request.logits, slice(request.first, request.first + len(request.prompts))
     steps, count, vocabulary = recorded.shape
@@ -115,7 +115,7 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
         size = max(1, VALUES // vocabulary)
         parts = zip(reference[rows].to(logits.device).split(size), logits.split(size), tokens.split(size), strict=True)
         deviations.append(torch.cat([deviation(*part) for part in parts]).cpu())
-    return LogitsCompared(rows=[[Position(*step) for step in row] for row in torch.stack(deviations, 1).tolist()])
+    return [[Position(*step) for step in row] for row in torch.stack(deviations, 1).tolist()]
 
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:

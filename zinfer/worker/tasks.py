@@ -17,7 +17,7 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position, Reload
 
-Answer = TypeVar("Answer", bound=Frozen)
+Answer = TypeVar("Answer")
 
 
 class Command(Frozen, Generic[Answer]):
@@ -159,14 +159,9 @@ class LogitsRecord(Command[LogitsRecorded]):
     file: str
 
 
-class LogitsCompared(Frozen):
-    """Deviation at every step of each row."""
-
-    rows: list[list[Position]]
-
-
-class LogitsCompare(Command[LogitsCompared]):
-    """Compare logits along `tokens` with recorded ones. `tokens` follow `prompts`; `first` is the first row's."""
+class LogitsCompare(Command[list[list[Position]]]):
+    """Compare logits along `tokens` with recorded ones. `tokens` follow `prompts`; `first` is the first row's. The
+    answer has the deviation at every step of each row."""
 
     task = "zinfer.worker.studies:logits_compare"
     prompts: list[list[int]]

@@ -22,10 +22,10 @@ from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.request import EchoedPrompt, Failure, Request, TokenScore, Update
 from zinfer.generation.queue import Queue
-from zinfer.generation.tokenizer_process import Refusal
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.driver import Driver, Window
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
-from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
+from zinfer.job.serve.reading import UNREAD, Ids, Reader
 from zinfer.job.structure import PLAIN, Form, Parser
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client, LoadFailed, WorkerError
@@ -174,7 +174,7 @@ class Dispatcher:
     make_worker: Callable[[], Client]
     load: Workload
     settings: Settings
-    tokenizer: Tokenizes
+    tokenizer: TokenizerProcess
     on_message: Callable[[str], None] = lambda _text: None
     on_loading: Callable[[], None] = lambda: None
     on_ready: Callable[[], None] = lambda: None

@@ -8,25 +8,15 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zinfer.core.errors import error_line
-from zinfer.generation.tokenizer_process import Refusal, is_quick
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess, is_quick
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 
 Ids = list[int] | Refusal
 Asked = tuple[Any, Any]  # a prompt, and whose it is
-
-
-class Tokenizes(Protocol):
-    """Part of a `zinfer.generation.tokenizer_process.TokenizerProcess` that readers use."""
-
-    max_tokens: int | None
-
-    def encode_quickly(self, prompt: Any) -> Ids | None: ...
-    def encode_alone(self, prompt: Any) -> Ids: ...
-    def close(self) -> None: ...
 
 
 class _Part(NamedTuple):
@@ -61,7 +51,7 @@ class Reader:
     thread; prompts of owners that `wanted` denies are left out."""
 
     def __init__(
-        self, tokenizer: Tokenizes, on_read: Callable[[Any, Ids], None], wanted: Callable[[Any], bool]
+        self, tokenizer: TokenizerProcess, on_read: Callable[[Any, Ids], None], wanted: Callable[[Any], bool]
     ) -> None:
         self._tokenizer, self._on_read, self._wanted = tokenizer, on_read, wanted
         self._short, self._long = _Turns(), _Turns()

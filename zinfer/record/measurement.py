@@ -58,7 +58,8 @@ class Span(NamedTuple):
 
     def row(self) -> list[Any]:
         """Return the stored row: ``["copy", 3, 17.204, 35.391]``."""
-        return [*self[:4], *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
+        times = (round(self.start_ms, 3) + 0.0, round(self.end_ms, 3) + 0.0)
+        return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
 
 def _renamed(rows: Any) -> Any:

@@ -1,9 +1,10 @@
 """Experts on the CPU: computed for a few tokens from their codes, where these lie in host memory.
 
-A decode step touches a few experts of each layer. The CPU reads them faster than the link brings them, so only hidden
-states cross it: a kernel writes them to pinned memory and asks for their experts, threads of `cpu_experts.c` that wait
-for such requests compute these, and another kernel waits for the result (`zinfer.engine.stream.experts.request`). No
-Python runs, the host never waits for the device, and a CUDA graph can hold both kernels.
+A decode step touches a few experts of each layer. The CPU reads them faster than the link brings them, so of most only
+hidden states cross it: a kernel writes them to pinned memory and asks for their experts, threads of `cpu_experts.c`
+that wait for such requests compute these, and another kernel waits for the result
+(`zinfer.engine.stream.experts.request`). Meanwhile the link brings the others (`zinfer.engine.stream.experts.link`). No
+Python runs, the host never waits for the device, and a CUDA graph can hold all of it.
 
 `cpu_experts.c` is compiled as attention's kernels are (`zinfer.engine.stream.kv.cpu_kernel`). The first result of each
 kind is compared with that of the model's own code; without a compiler, or where they differ, experts come on demand.

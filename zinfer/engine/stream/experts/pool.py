@@ -8,8 +8,9 @@ computes: it reads the places of the chosen experts and no others (`zinfer.engin
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache. In a pass of few tokens the CPU may compute them
-instead (`zinfer.engine.stream.experts.cpu`); then none crosses the link. Some layers keep all of their experts on the
-device (`ResidentExperts`), which computes them itself in every pass.
+instead (`zinfer.engine.stream.experts.cpu`): no buffer gets any then, but a share of them crosses the link on its own
+way (`zinfer.engine.stream.experts.link`). Some layers keep all of their experts on the device (`ResidentExperts`),
+which computes them itself in every pass.
 """
 
 import inspect

@@ -61,6 +61,7 @@ class TensorPlace:
 
     @property
     def stored_shape(self) -> torch.Size:
+        """Shape of the tensor as it lies in memory."""
         if not self.transposed:
             return self.shape
         *lead, rows, columns = self.shape

@@ -134,7 +134,7 @@ class StreamOptions(EngineOptions):
     )
     experts: Experts = _described(
         "auto",
-        "Routed experts that cross the link in short passes; cpu: few, the CPU computes the rest; auto: the fastest.",
+        "Routed experts that cross the link in short passes; cpu: few, the CPU computes the rest; auto: fastest.",
     )
     link_experts: Percentage = _described(
         "auto",

@@ -178,9 +178,7 @@ def show(title: str, rows: Sequence[PlanGroup], question: Question, calibrated: 
         "#TTFT": of(lambda plan: plan.prefill_s, duration),
         "#TPOT": of(lambda plan: plan.step_s, duration),
         "#host memory": lambda group: host_needed(group.plan) * group.plan.holds,
-        "#USD/h": lambda group: (
-            price(group) + "~" * (group.plan.holds and (question.assumed(group.machine) is not None))
-        ),
+        "#USD/h": lambda group: price(group) + "~" * bool(group.plan.holds and question.assumed(group.machine)),
         "#USD/Mtok": of(question.usd_per_mtok),
         "levels": lambda group: _levels(group) * group.plan.holds,
         "#all prompts": of(lambda plan: (question.run(plan) or (None,))[0], lambda hours: f"{figures(hours)} h"),

@@ -221,12 +221,14 @@ class CpuExperts(CheckedKernel):
     @property
     def settings(self) -> dict[str, Option]:
         """Way in which experts are computed, for the record."""
-        fast = all(own.up.fast and own.down.fast for own in self._layers.values())
+        matrices = [matrix for own in self._layers.values() for matrix in (own.up, own.down)]
+        codes = {matrix.kind >= _KINDS["codes8"] for matrix in matrices}
+        fast = "int16" if codes == {True} else "bf16"  # to what inputs are rounded
         return {
             "cpu_experts": self.status,
             "cpu_expert_tokens": self.tokens,
             "cpu_expert_threads": self._threads,
-            "cpu_expert_products": "bf16" if self._layers and fast else "float32",
+            "cpu_expert_products": fast if matrices and all(matrix.fast for matrix in matrices) else "float32",
             **self._link.settings,
         }
 
@@ -284,7 +286,8 @@ class CpuExperts(CheckedKernel):
             matrices.append(made)
         up, down = matrices
         if self._fast and not (up.fast and down.fast):
-            what = "products of these sizes and types" if self._library.experts_fast() else "a CPU without AVX-512"
+            lacks = ("a CPU without AVX2", "these sizes or types without AVX-512", "these sizes or types")
+            what = lacks[self._library.experts_fast()]
             raise Unsupported(f"slow: {what} (--experts cpu has the CPU compute them all the same)")
         block = packed.blocks[names["down_proj"]]
         self._dtype, self._width = block.dtype, block.stored_shape[1]
@@ -348,12 +351,12 @@ def _matrix(packed: PackedExperts, name: str, memory: Tensor, code: Any) -> Any:
             factor = layout.factor / layout.divisor
             parts.append(_Part(start, start + scales, minimums, factors, layout.rows, factor))
     made.parts = (_Part * len(parts))(*parts)
-    made.fast = bool(code.experts_fast()) and _is_fast(made, _TYPES.index(block.dtype))
+    made.fast = _is_fast(made, _TYPES.index(block.dtype), code.experts_fast())
     return made
 
 
-def _is_fast(made: Any, states: int) -> bool:
-    """Tell whether products can be computed in bf16 as codes are unpacked."""
+def _is_fast(made: Any, states: int, level: int) -> bool:
+    """Tell whether values are multiplied as they are unpacked. `level` is what `experts_fast` returns."""
     bf16 = _TYPES.index(torch.bfloat16)
     if states != bf16:
         return False
@@ -361,4 +364,5 @@ def _is_fast(made: Any, states: int) -> bool:
     integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
     widths = [32 << power for power in range(16)] + ([16] if few else [])
     groups = made.across == 1 or made.width in widths
-    return (few or integers or made.kind in (_KINDS["e4m3"], bf16)) and groups and made.columns % LANE_COLUMNS == 0
+    kinds = (few and level > 0) or ((integers or made.kind in (_KINDS["e4m3"], bf16)) and level > 1)
+    return kinds and groups and made.columns % LANE_COLUMNS == 0

@@ -1,12 +1,14 @@
 /* Routed experts of a few tokens on the CPU, from their codes as host memory stores them.
 
    A token reads megabytes of each of its experts and computes two to four FLOPs a byte: so each byte is read once, in
-   order, and unpacked in registers. With one to eight tokens 15 cores of an H200's host read 84 to 88 GB/s of MXFP4, of
-   the 121 that they read without computing. All tokens that share an expert are multiplied with a row of codes while it
-   is in a core's cache. Rows of a matrix are outputs.
+   order, and unpacked in registers. With one to eight tokens 15 cores of an H200's host read 95 to 107 GB/s of MXFP4,
+   of the 122 to 132 that they read without computing. All tokens that share an expert are multiplied with a row of
+   codes while it is in a core's cache. Rows of a matrix are outputs.
 
-   With AVX-512 codes become bf16 by a look-up in registers, best where a processor multiplies bf16 (AVX512-BF16). They
-   are exact so: scales, zero points and minimums are applied to sums of a group. Elsewhere rows become float32 first. */
+   Codes of up to 8 bits are whole numbers, or halves of some. So inputs become whole numbers of 16 bits, too, with a
+   factor for every few columns. Processors multiply bytes best: each code with the upper half of a number, and with the
+   lower one. Sums of these are exact, and scales, zero points and minimums are applied to them. With AVX-512 the other
+   types are multiplied in bf16 (best with AVX512-BF16). Elsewhere rows become float32 first. */
 
 #include <omp.h>
 #include <sched.h>
@@ -18,10 +20,23 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__FMA__)
-#define FAST 1
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__) && defined(__FMA__)
+#define FAST 2 /* all products */
+#define LANES 16
+#define EACH(name, ...) _mm512_##name(__VA_ARGS__)
+#define WHOLE(name, ...) _mm512_##name##_si512(__VA_ARGS__)
+typedef __m512i bytes;
+typedef __m512 floats;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FAST 1 /* those of codes of 4 to 6 bits */
+#define LANES 8
+#define EACH(name, ...) _mm256_##name(__VA_ARGS__)
+#define WHOLE(name, ...) _mm256_##name##_si256(__VA_ARGS__)
+typedef __m256i bytes;
+typedef __m256 floats;
 #else
 #define FAST 0
+#define LANES 8
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -29,12 +44,14 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define CHUNK 64          /* columns that registers hold at a time */
+#define CHUNK 64          /* columns of floating-point numbers that registers hold at a time */
 #define LANE 16           /* columns whose inputs are summed */
+#define ROOM 256          /* columns of which the memory of inputs is a multiple */
 #define TOGETHER 4        /* tokens that share unpacked codes */
 #define PAIR 2            /* rows of outputs at a time */
-#define ITEM (256 << 10)  /* bytes of codes that a thread takes at a time */
-#define AHEAD (8 << 10)   /* bytes by which rows are fetched ahead: 84 GB/s of MXFP4 so; 72 with 16 KiB, 75 with 4 */
+#define OWN 50            /* percent of a product's rows that threads have for certain */
+#define ITEM (64 << 10)   /* bytes of codes that a thread takes of the others at a time */
+#define AHEAD (8 << 10)   /* bytes by which rows are fetched ahead */
 #define SUPER 256         /* columns whose scales share a factor of their own */
 #define PIECE 128         /* values of a pair, or of a token, that a thread takes at a time between products */
 #define AWAY_S 1e-3       /* seconds for which another program has a core */
@@ -90,6 +107,9 @@ typedef struct {
     int64_t tokens, each, threads;
 } call;
 
+INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
+INLINE int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
+
 INLINE float from_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -104,8 +124,7 @@ INLINE uint32_t to_bits(float value) {
 
 INLINE uint16_t to_bf16(float value) {
     uint32_t bits = to_bits(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40; /* NaN */
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 /* NaN */ : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 INLINE float from_half(uint16_t half) {
@@ -156,24 +175,36 @@ INLINE float exponential(float x) {
     return power * from_bits((uint32_t)((int32_t)n + 127) << 23);
 }
 
-#ifdef __F16C__
-/* Eight values from number `i` on, of types that compilers are slow with. */
-INLINE __m256 load_eight(type kind, const void *values, int64_t i) {
-    if (kind == float16) return _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint16_t *)values + i)));
-    __m128i bytes = _mm_loadl_epi64((const void *)((const uint8_t *)values + i));
-    __m256i eight = kind == int8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-    if (kind != e8m0) return _mm256_cvtepi32_ps(eight);
-    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(eight, 23), _mm256_set1_epi32(1 << 22)));
+#if FAST > 1
+INLINE bytes quarter(const void *from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(from)); }
+INLINE bytes signed_quarter(const void *from) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(from)); }
+INLINE floats half_floats(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
+#elif FAST
+INLINE bytes quarter(const void *from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(from)); }
+INLINE bytes signed_quarter(const void *from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(from)); }
+INLINE floats half_floats(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128(from)); }
+#endif
+
+#if FAST
+/* A register of values from number `i` on, of types that compilers are slow with. */
+INLINE floats load_lanes(type kind, const void *values, int64_t i) {
+    const uint8_t *from = values;
+    if (kind == float16) return half_floats(from + 2 * i);
+    bytes numbers = kind == int8 ? signed_quarter(from + i) : quarter(from + i);
+    if (kind != e8m0) return EACH(cvtepi32_ps, numbers);
+    return (floats)EACH(max_epi32, EACH(slli_epi32, numbers, 23), EACH(set1_epi32, 1 << 22));
 }
 #endif
 
 /* Values number `first` and on, `count` of them, times a factor. */
 INLINE void load_all(type kind, const void *values, int64_t first, int64_t count, float factor, float *restrict out) {
     int64_t i = 0;
-#ifdef __F16C__
-    const int eights = kind == float16 || kind == e8m0 || kind == int8 || kind == uint8;
-    for (const int64_t whole = count / 8 * 8; eights && i < whole; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(load_eight(kind, values, first + i), _mm256_set1_ps(factor)));
+#if FAST
+    const int known = kind == float16 || kind == e8m0 || kind == int8 || kind == uint8;
+    for (; known && count >= LANES && i < count; i += LANES) {
+        const int64_t at = smaller(i, count - LANES); /* the last ones overlap */
+        EACH(storeu_ps, out + at, EACH(mul_ps, load_lanes(kind, values, first + at), EACH(set1_ps, factor)));
+    }
 #endif
     for (; i < count; i++) out[i] = load(kind, values, first + i) * factor;
 }
@@ -286,27 +317,218 @@ static void unpack(const matrix *m, const part *p, int64_t row, float *restrict 
     for (int64_t c = 0; m->inner != float32 && c < columns; c++) out[c] = rounded(m->inner, out[c]);
 }
 
-/* Inputs of a product: float32; and for fast ones bf16, in the order of unpacked codes, and the sums of each `LANE`. */
-typedef struct { float *values, *sums; uint16_t *halves; } input;
+/* Inputs of a product: float32; and for fast ones what they multiply. For codes these are whole numbers of 16 bits in
+   halves of 8: of the columns in a register first the upper ones, those of even columns before those of odd ones if
+   codes have fewer than 8 bits. Lanes of a register have a factor and a first sum; `LANE` columns have a sum. */
+typedef struct {
+    float *values, *factors, *sums;
+    int32_t *starts;
+    union { uint16_t *halves; int8_t *parts; };
+} input;
+
+INLINE int64_t padded(int64_t columns) { return (columns + ROOM - 1) / ROOM * ROOM; }
+
+/* Floats of prepared inputs, and where the parts of one are: each from a line of the cache on. */
+INLINE int64_t input_floats(int64_t columns) { return 9 * padded(columns) / 4; }
+
+INLINE input input_at(float *memory, int64_t columns) {
+    const int64_t room = padded(columns);
+    float *parts = memory + room, *factors = parts + room / 2, *starts = factors + room / 4;
+    return (input){memory, factors, starts + room / 4, (int32_t *)starts, {(uint16_t *)parts}};
+}
+
+INLINE int is_whole(const matrix *m) { return m->kind >= codes8; } /* tells whether codes are whole numbers */
+
+/* What is added to a matrix's codes, so that they are bytes without a sign; and what one of these is worth. */
+INLINE int offset_of(const matrix *m, float *unit) {
+    int least = 0;
+    *unit = m->kind == codes4 ? 0.5f : 1.0f;
+    if (m->kind == codes8) return m->table[255] == 255 ? 0 : 128;
+    if (m->kind != codes4) return (int)-m->table[0];
+    for (int i = 0; i < 16; i++) least = 2 * m->table[i] < least ? (int)(2 * m->table[i]) : least;
+    return -least;
+}
+
+/* Prepares `LANE` values of an input that codes multiply: as x = number * factor, of the `each` columns of a lane. A
+   factor is a power of 2 that gives the largest number 15 bits: bf16 is exact where it is above 1/128 of that. */
+INLINE void prepare_lanes(const matrix *m, int each, input in, int64_t first, int offset, float unit) {
+    const int64_t columns = each * LANES, at = first % columns;
+    int8_t *upper = in.parts + 2 * (first - at) + (each == 8 ? at / 2 : at), *lower = upper + columns;
+    float total = 0;
+    for (int lane = 0; lane < LANE / each; lane++) {
+        const float *x = in.values + first + lane * each;
+        uint32_t largest = 0;
+        int32_t number[8], sum = 0;
+        for (int i = 0; i < each; i++) {
+            const uint32_t size = to_bits(x[i]) & 0x7fffffff;
+            largest = size > largest ? size : largest;
+        }
+        const int finite = largest < 0x7f800000, power = larger(largest >> 23, 15);
+        const float by = finite ? from_bits((268 - power) << 23) : 0, factor = from_bits((power - 14) << 23);
+        for (int i = 0; i < each; i++) number[i] = finite ? smaller(__builtin_rintf(x[i] * by), 32639) : 0;
+        for (int i = 0; i < each; i++) {
+            const int place = each == 8 ? 4 * lane + i / 2 + i % 2 * (int)(columns / 2) : 4 * lane + i;
+            lower[place] = (int8_t)number[i];
+            upper[place] = (int8_t)((number[i] - (int8_t)number[i]) >> 8);
+            sum += number[i];
+        }
+        in.starts[first / each + lane] = -offset * sum;
+        in.factors[first / each + lane] = finite ? factor * unit : from_bits(0x7fc00000);
+        total += sum * factor;
+    }
+    in.sums[first / LANE] = total;
+}
 
 /* Prepares values `first` to `end` of an input of a fast product. */
 static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
     if (!m->fast) return;
-    for (int64_t c = first; c < end; c += CHUNK) {
-        if (m->kind < codes4)
-            for (int i = 0; i < CHUNK && c + i < end; i++) in.halves[c + i] = to_bf16(in.values[c + i]);
-        else
-            for (int i = 0; i < CHUNK; i++) in.halves[c + i % 2 * 32 + i / 2] = to_bf16(in.values[c + i]);
-        for (int i = 0; i < CHUNK; i += LANE) {
-            float sum = 0;
-            for (int n = 0; n < LANE; n++) sum += rounded(bfloat16, in.values[c + i + n]);
-            in.sums[(c + i) / LANE] = sum;
-        }
+    if (!is_whole(m)) {
+        for (int64_t c = first; c < end; c++) in.halves[c] = to_bf16(in.values[c]);
+        return;
     }
+    float unit;
+    const int offset = offset_of(m, &unit);
+    if (end == m->columns)
+        for (const int64_t all = padded(end); end < all; end++) in.values[end] = 0;
+    for (int64_t c = first; c < end; c += LANE)
+        if (m->kind == codes8) prepare_lanes(m, 4, in, c, offset, unit);
+        else prepare_lanes(m, 8, in, c, offset, unit);
 }
 
 #if FAST
 
+#if FAST > 1
+INLINE bytes load_bytes(const void *from, int64_t left) { /* of at most `left` columns of 4 bits; others are 0 */
+    return _mm512_maskz_loadu_epi32(left >= 8 * LANES ? 0xffff : 0xff, from);
+}
+INLINE floats spread(floats values, bytes places) { return _mm512_permutexvar_ps(places, values); }
+INLINE bytes looked_up(const int8_t *table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)); }
+INLINE bytes low_half(const uint8_t *from) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from)); }
+INLINE bytes dot_bytes(bytes sums, bytes codes, bytes numbers) { return _mm512_dpbusd_epi32(sums, codes, numbers); }
+INLINE float sum_of(floats values) { return _mm512_reduce_add_ps(values); }
+#else
+INLINE bytes load_bytes(const void *from, int64_t left) { return _mm256_loadu_si256(from); }
+INLINE floats spread(floats values, bytes places) { return _mm256_permutevar8x32_ps(values, places); }
+INLINE bytes looked_up(const int8_t *table) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
+}
+INLINE bytes low_half(const uint8_t *from) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)from)); }
+INLINE bytes dot_bytes(bytes sums, bytes codes, bytes numbers) { /* of pairs below 64 * 128 * 2 */
+    bytes pairs = _mm256_maddubs_epi16(codes, numbers);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE float sum_of(floats values) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+#endif
+
+/* Bits above the low 4 of codes of 5 or 6 bits: those of even columns, then of odd ones, each in its byte. */
+INLINE void high_bits(type kind, const uint8_t *high, bytes out[2]) {
+    bytes all = kind == codes6 ? low_half(high) : quarter(high);
+    for (int odd = 0; odd < 2; odd++) {
+        if (kind == codes6) {
+            out[odd] = WHOLE(or, EACH(slli_epi16, all, 4), EACH(slli_epi16, all, 8));
+            out[odd] = WHOLE(and, out[odd], EACH(set1_epi16, 0x3030));
+            all = EACH(srli_epi16, all, 2);
+        } else { /* a bit in two of each byte goes to bit 4 of a byte; carries to bit 3 of others */
+            out[odd] = WHOLE(and, all, EACH(set1_epi32, 0x55));
+            out[odd] = EACH(mullo_epi32, out[odd], EACH(set1_epi32, 1 << 4 | 1 << 10 | 1 << 16 | 1 << 22));
+            out[odd] = WHOLE(and, out[odd], EACH(set1_epi32, 0x10101010));
+            all = EACH(srli_epi32, all, 1);
+        }
+    }
+}
+
+/* What products of a matrix have in registers: values of codes of 4 bits, or the subnormal ones of e4m3; what is added
+   to codes of 8 bits; and of each lane the group of columns whose scale, and whose minimum, it takes. */
+typedef struct { bytes values, flip, scales, minimums; } constants;
+
+INLINE int columns_of(type kind) { return kind == codes8 ? 4 : 8; } /* of a lane */
+INLINE int bits_of(const matrix *m) { return m->across > 1 ? __builtin_ctzll(m->width) : 62; } /* of a group's width */
+
+static constants constants_of(const matrix *m) {
+    int32_t scales[LANES], minimums[LANES];
+    int8_t table[16];
+    float unit;
+    const int offset = offset_of(m, &unit), bits = bits_of(m);
+    for (int i = 0; i < 16; i++) table[i] = m->kind == codes4 ? (int8_t)(2 * m->table[i] + offset) : 0;
+    for (int64_t i = 0; i < LANES; i++) scales[i] = i * columns_of(m->kind) >> bits, minimums[i] = i * LANE >> bits;
+    bytes values = looked_up(table), flip = EACH(set1_epi8, m->kind == codes8 && m->table[255] < 0 ? -128 : 0);
+#if FAST > 1
+    uint16_t tiny[32] = {0};
+    for (int i = 0; i < 8; i++) tiny[i] = to_bf16(i * 0x1p-9f);
+    if (m->kind == e4m3) values = _mm512_loadu_si512(tiny);
+#endif
+    return (constants){values, flip, WHOLE(loadu, (const void *)scales), WHOLE(loadu, (const void *)minimums)};
+}
+
+/* Products of `count` tokens with `rows` rows (outputs) of codes from `row` on, which share what is read of the tokens.
+   They are sums of whole numbers, exact, times the factors of groups of columns. */
+INLINE void rows_of_codes(type kind, const matrix *m, const constants *all, const part *p, int64_t row, int rows,
+                          int count, const input *in, float *const *out) {
+    const int each = columns_of(kind), halves = each / 4, more = kind == codes5 ? 1 : 2; /* bits above 4 */
+    const int bits = bits_of(m);
+    const int64_t length = m->across + LANES;
+    const uint8_t *codes = p->codes + row * m->row_bytes, *high = codes + m->columns / 2;
+    const bytes low = EACH(set1_epi8, 15);
+    float scales[rows][length], minimums[rows][length];
+    floats sums[TOGETHER][PAIR];
+    for (int r = 0; r < rows; r++) {
+        EACH(storeu_ps, scales[r] + m->across, EACH(setzero_ps)); /* what is behind them is multiplied by 0 */
+        if (p->zeros) EACH(storeu_ps, minimums[r] + m->across, EACH(setzero_ps));
+        groups_of(m, p, row + r, scales[r], minimums[r]);
+        for (int t = 0; t < count; t++) sums[t][r] = EACH(setzero_ps);
+    }
+    for (int64_t c = 0; c < m->columns; c += each * LANES, codes += 4 * LANES, high += LANES * more) {
+        bytes own[PAIR][2], above[2];
+        floats scale[PAIR];
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *from = codes + r * m->row_bytes;
+            _mm_prefetch((const void *)(from + AHEAD), _MM_HINT_T1);
+            const bytes read = kind == codes8 ? WHOLE(loadu, (const void *)from) : load_bytes(from, m->columns - c);
+            own[r][0] = kind == codes8 ? WHOLE(xor, read, all->flip) : WHOLE(and, read, low);
+            own[r][1] = WHOLE(and, EACH(srli_epi16, read, 4), low);
+            if (kind == codes4)
+                for (int i = 0; i < 2; i++) own[r][i] = EACH(shuffle_epi8, all->values, own[r][i]);
+            else if (kind != codes8) {
+                _mm_prefetch((const void *)(high + r * m->row_bytes + AHEAD), _MM_HINT_T1);
+                high_bits(kind, high + r * m->row_bytes, above);
+                for (int i = 0; i < 2; i++) own[r][i] = WHOLE(or, own[r][i], above[i]);
+            }
+            scale[r] = spread(EACH(loadu_ps, scales[r] + (c >> bits)), all->scales);
+        }
+        for (int t = 0; t < count; t++) {
+            const int8_t *x = in[t].parts + 2 * c;
+            const floats factor = EACH(loadu_ps, in[t].factors + c / each);
+            bytes upper[2], lower[2];
+            for (int i = 0; i < halves; i++) {
+                upper[i] = WHOLE(loadu, (const void *)(x + 4 * LANES * i));
+                lower[i] = WHOLE(loadu, (const void *)(x + 4 * LANES * (halves + i)));
+            }
+            for (int r = 0; r < rows; r++) {
+                bytes sum = WHOLE(setzero), rest = WHOLE(loadu, (const void *)(in[t].starts + c / each));
+                for (int i = 0; i < halves; i++) {
+                    sum = dot_bytes(sum, own[r][i], upper[i]);
+                    rest = dot_bytes(rest, own[r][i], lower[i]);
+                }
+                sum = EACH(add_epi32, EACH(slli_epi32, sum, 8), rest);
+                sums[t][r] = EACH(fmadd_ps, EACH(cvtepi32_ps, sum), EACH(mul_ps, scale[r], factor), sums[t][r]);
+            }
+        }
+    }
+    for (int64_t c = 0; p->zeros && c < m->columns; c += LANES * LANE)
+        for (int r = 0; r < rows; r++) {
+            floats minimum = spread(EACH(loadu_ps, minimums[r] + (c >> bits)), all->minimums);
+            for (int t = 0; t < count; t++)
+                sums[t][r] = EACH(fnmadd_ps, minimum, EACH(loadu_ps, in[t].sums + c / LANE), sums[t][r]);
+        }
+    for (int t = 0; t < count; t++)
+        for (int r = 0; r < rows; r++) out[t][row + r] = sum_of(sums[t][r]);
+}
+
+#if FAST > 1
 /* Adds products of pairs of bf16 to sums. */
 INLINE __m512 dot(__m512 sums, __m512i one, __m512i other) {
 #ifdef __AVX512BF16__
@@ -320,96 +542,38 @@ INLINE __m512 dot(__m512 sums, __m512i one, __m512i other) {
 #endif
 }
 
-/* bf16 values of up to 64 codes; of fewer repeatedly, so that what looks one up need not hide other bits. */
-INLINE void table_of(const matrix *m, __m512i tables[2]) {
-    uint16_t table[64] = {0};
-    const int count = m->kind < codes4 ? 0 : 16 << (m->kind - codes4);
-    for (int i = 0; count && i < 64; i++) table[i] = to_bf16(m->table[i % count]);
-    for (int i = 0; m->kind == e4m3 && i < 8; i++) table[i] = to_bf16(i * 0x1p-9f); /* subnormal numbers */
-    tables[0] = _mm512_loadu_si512(table), tables[1] = _mm512_loadu_si512(table + 32);
+/* 32 values of type e4m3 as bf16. `table` has the subnormal ones. */
+INLINE __m512i bytes_to_bf16(const uint8_t *codes, __m512i table) {
+    __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes));
+    __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+    __m512i value = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
+    __mmask32 tiny = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+    value = _mm512_mask_permutexvar_epi16(value, tiny, size, table);
+    return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), words), 8));
 }
 
-/* Bits above the low 4 of 64 codes, from bit 4 on: in each 32 bits those of a byte pair of low bits. Those of the first
-   code of each byte are in their place, those of the second one more to the left. */
-INLINE __m512i high_bits(type kind, const uint8_t *high) {
-    if (kind == codes6) {
-        __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)high));
-        return _mm512_or_si512(_mm512_slli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
-    }
-    __m128i eight = _mm_loadl_epi64((const void *)high);
-    __m512i bytes = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(eight, eight));
-    return _mm512_or_si512(_mm512_sllv_epi32(bytes, _mm512_set4_epi32(0, 4, 0, 4)),
-                           _mm512_sllv_epi32(bytes, _mm512_set4_epi32(14, 18, 14, 18)));
-}
-
-/* 32 values of 8 bits. */
-INLINE __m512i bytes_to_bf16(type kind, const uint8_t *codes, __m512i table, __m128i flip, __m512 shift) {
-    if (kind == e4m3) {
-        __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)codes));
-        __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
-        __m512i value = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(0x3c00));
-        __mmask32 tiny = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
-        value = _mm512_mask_permutexvar_epi16(value, tiny, size, table);
-        return _mm512_or_si512(value, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), words), 8));
-    }
-    __m256i half[2]; /* whole numbers up to 256 are exact in bf16 */
-    for (int i = 0; i < 2; i++) {
-        __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const void *)(codes + 16 * i)), flip);
-        __m512 values = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), shift);
-        half[i] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(values), 16));
-    }
-    return _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
-}
-
-/* Products of `count` tokens with `rows` rows (outputs) from `row` on, which share what is read of the tokens. */
-INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *table, int64_t row, int rows,
-                      int count, const input *in, float *const *out) {
-    const int unsigned_bytes = kind == codes8 && m->table[255] >= 0;
-    const __m128i flip = _mm_set1_epi8(unsigned_bytes ? -128 : 0);
-    const __m512 shift = _mm512_set1_ps(unsigned_bytes ? m->table[128] : 0);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i low = _mm512_set1_epi16(15);
-    const int bits = m->across > 1 ? __builtin_ctzll(m->width) : 62;
-    const int wide = bits >= 6 || kind < codes4, halves = kind < codes4 && bits == 5; /* a scale for half of a CHUNK */
-    const __m512i groups = _mm512_srli_epi32(lanes, bits == 5 ? 3 : 2);
-    const int64_t size = kind >= codes4 ? CHUNK / 2 : kind == bfloat16 ? 2 * CHUNK : CHUNK, length = m->across + 16;
-    const int more = kind == codes5 ? 1 : 2; /* bits of codes above 4 */
-    const uint8_t *codes = p->codes + row * m->row_bytes, *high = codes + m->columns / 2;
-    float scales[rows][length], minimums[rows][length];
+/* As `rows_of_codes`, of floating-point numbers: bf16, which e4m3 become in registers. */
+INLINE void rows_of_floats(type kind, const matrix *m, const constants *all, const part *p, int64_t row, int rows,
+                           int count, const input *in, float *const *out) {
+    const int bits = bits_of(m), halves = bits == 5; /* a scale for half of a CHUNK */
+    const int64_t size = kind == bfloat16 ? 2 * CHUNK : CHUNK;
+    const uint8_t *codes = p->codes + row * m->row_bytes;
+    float scales[rows][m->across + 1];
     __m512 sums[TOGETHER][PAIR];
     for (int r = 0; r < rows; r++) {
-        groups_of(m, p, row + r, scales[r], minimums[r]);
+        groups_of(m, p, row + r, scales[r], NULL);
         for (int t = 0; t < count; t++) sums[t][r] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size, high += CHUNK / 8 * more) {
+    for (int64_t c = 0; c < m->columns; c += CHUNK, codes += size) {
         __m512i first[PAIR], second[PAIR];
         __m512 scale[PAIR], other_scale[PAIR];
         for (int r = 0; r < rows; r++) {
             const uint8_t *own = codes + r * m->row_bytes;
-            _mm_prefetch((const void *)(own + AHEAD), _MM_HINT_T1);
-            if (kind >= codes4) {
-                first[r] = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)own));
-                second[r] = _mm512_srli_epi16(first[r], 4);
-            }
-            if (kind == codes4) {
-                first[r] = _mm512_permutexvar_epi16(first[r], table[0]);
-                second[r] = _mm512_permutexvar_epi16(second[r], table[0]);
-            } else if (kind > codes4) {
-                _mm_prefetch((const void *)(high + r * m->row_bytes + AHEAD), _MM_HINT_T1);
-                __m512i bits = high_bits(kind, high + r * m->row_bytes); /* 0xca: the second where the first is 1 */
-                first[r] = _mm512_ternarylogic_epi32(low, first[r], bits, 0xca);
-                second[r] = _mm512_ternarylogic_epi32(low, second[r], _mm512_srli_epi32(bits, more), 0xca);
-                first[r] = _mm512_permutex2var_epi16(table[0], first[r], table[1]);
-                second[r] = _mm512_permutex2var_epi16(table[0], second[r], table[1]);
-            } else if (kind == bfloat16) {
-                first[r] = _mm512_loadu_si512(own), second[r] = _mm512_loadu_si512(own + CHUNK);
-            } else {
-                first[r] = bytes_to_bf16(kind, own, table[0], flip, shift);
-                second[r] = bytes_to_bf16(kind, own + CHUNK / 2, table[0], flip, shift);
-            }
             const float *s = scales[r] + (c >> bits);
-            scale[r] = wide ? _mm512_set1_ps(*s) : _mm512_permutexvar_ps(groups, _mm512_loadu_ps(s));
-            other_scale[r] = _mm512_set1_ps(s[halves]);
+            _mm_prefetch((const void *)(own + AHEAD), _MM_HINT_T1);
+            if (kind == bfloat16) first[r] = _mm512_loadu_si512(own), second[r] = _mm512_loadu_si512(own + CHUNK);
+            else first[r] = bytes_to_bf16(own, all->values), second[r] = bytes_to_bf16(own + CHUNK / 2, all->values);
+            scale[r] = _mm512_set1_ps(*s), other_scale[r] = _mm512_set1_ps(s[halves]);
         }
         for (int t = 0; t < count; t++) {
             const uint16_t *x = in[t].halves + c;
@@ -422,20 +586,10 @@ INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *
             }
         }
     }
-    for (int64_t c = 0; p->zeros && c < m->columns; c += 16 * LANE) {
-        const __m512i places = _mm512_srl_epi32(_mm512_slli_epi32(lanes, 4), _mm_cvtsi32_si128(bits));
-        const __mmask16 some = m->columns - c < 16 * LANE ? (1 << (m->columns - c) / LANE) - 1 : 0xffff;
-        for (int r = 0; r < rows; r++) {
-            __m512 minimum = _mm512_permutexvar_ps(places, _mm512_loadu_ps(minimums[r] + (c >> bits)));
-            for (int t = 0; t < count; t++) {
-                __m512 x = _mm512_maskz_loadu_ps(some, in[t].sums + c / LANE);
-                sums[t][r] = _mm512_mask3_fnmadd_ps(minimum, x, sums[t][r], some);
-            }
-        }
-    }
     for (int t = 0; t < count; t++)
         for (int r = 0; r < rows; r++) out[t][row + r] = _mm512_reduce_add_ps(sums[t][r]);
 }
+#endif
 
 #define BY_COUNT(function, ...)                                                                                       \
     do {                                                                                                              \
@@ -444,27 +598,26 @@ INLINE void rows_fast(type kind, const matrix *m, const part *p, const __m512i *
         else if (some == 3) function(__VA_ARGS__, 3, in + t, out + t);                                                \
         else function(__VA_ARGS__, 4, in + t, out + t);                                                               \
     } while (0)
-
-INLINE void rows_of(type kind, const matrix *m, const part *p, const __m512i *table, int64_t row, int64_t rows,
-                    int64_t count, const input *in, float *const *out) {
-    for (int64_t t = 0; t < count; t += TOGETHER) {
-        int64_t some = count - t, r = row;
-        for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(rows_fast, kind, m, p, table, r, PAIR);
-        for (; r < row + rows; r++) BY_COUNT(rows_fast, kind, m, p, table, r, 1);
-    }
-}
+#define ROWS(function, kind)                                                                                          \
+    for (int64_t t = 0; t < count; t += TOGETHER) {                                                                   \
+        int64_t some = count - t, r = row;                                                                            \
+        for (; r + PAIR <= row + rows; r += PAIR) BY_COUNT(function, kind, m, &all, p, r, PAIR);                      \
+        for (; r < row + rows; r++) BY_COUNT(function, kind, m, &all, p, r, 1);                                       \
+    }                                                                                                                 \
+    break
 
 static void multiply_fast(const matrix *m, const part *p, int64_t row, int64_t rows, int64_t count, const input *in,
                           float *const *out) {
-    __m512i table[2];
-    table_of(m, table);
+    const constants all = constants_of(m);
     switch (m->kind) {
-    case codes4: rows_of(codes4, m, p, table, row, rows, count, in, out); break;
-    case codes5: rows_of(codes5, m, p, table, row, rows, count, in, out); break;
-    case codes6: rows_of(codes6, m, p, table, row, rows, count, in, out); break;
-    case codes8: rows_of(codes8, m, p, table, row, rows, count, in, out); break;
-    case e4m3: rows_of(e4m3, m, p, table, row, rows, count, in, out); break;
-    default: rows_of(bfloat16, m, p, table, row, rows, count, in, out);
+    case codes4: ROWS(rows_of_codes, codes4);
+    case codes5: ROWS(rows_of_codes, codes5);
+    case codes6: ROWS(rows_of_codes, codes6);
+#if FAST > 1
+    case codes8: ROWS(rows_of_codes, codes8);
+    case e4m3: ROWS(rows_of_floats, e4m3);
+    default: ROWS(rows_of_floats, bfloat16);
+#endif
     }
 }
 
@@ -511,13 +664,9 @@ static void sort(const call *c, pairs *all) {
     all->first[all->experts] = all->count;
 }
 
-INLINE int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
-INLINE int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
-
-/* Does item number `item` of an expert's product, of `items`. */
-static void do_item(const matrix *m, const part *p, int64_t item, int64_t items, int64_t count, const input *in,
-                    float *const *out) {
-    int64_t first = m->rows * item / items, end = m->rows * (item + 1) / items;
+/* Does rows `first` to `end` of an expert's product. Outputs are counted in the expert. */
+static void do_expert(const matrix *m, const part *p, int64_t first, int64_t end, int64_t count, const input *in,
+                      float *const *out) {
     for (int64_t begin = 0; begin < end; begin += p->rows, p++) { /* outputs are counted in the part */
         int64_t row = larger(first, begin) - begin, rows = smaller(end, begin + p->rows) - begin - row;
         if (rows <= 0) continue;
@@ -525,17 +674,6 @@ static void do_item(const matrix *m, const part *p, int64_t item, int64_t items,
         for (int64_t t = 0; t < count; t++) targets[t] = out[t] + begin;
         multiply(m, p, row, rows, count, in, targets);
     }
-}
-
-/* Floats of prepared inputs, and where the parts of one are: each from a line of the cache on. */
-INLINE int64_t input_floats(int64_t columns) {
-    int64_t whole = (columns + CHUNK - 1) / CHUNK * CHUNK;
-    return whole + whole / 2 + whole / 4;
-}
-
-INLINE input input_at(float *memory, int64_t columns) {
-    int64_t whole = (columns + CHUNK - 1) / CHUNK * CHUNK;
-    return (input){memory, memory + whole, (uint16_t *)(memory + whole + whole / 4)};
 }
 
 /* Returns the floats that `sums` of a call must have room for. */
@@ -573,31 +711,49 @@ static void meet(meeting *all) {
     }
 }
 
-/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each pair. All
-   threads call it, and have met when it returns. */
-static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
-                    meeting *met) {
+/* Does rows `first` to `end` of a product of all pairs, counted over all experts. */
+static void do_rows(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
+                    int64_t first, int64_t end) {
     const int64_t size = input_floats(m->columns);
-    const int64_t items = larger(1, smaller(m->rows, m->rows * m->row_bytes / ITEM));
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < all->experts * items; i++) {
-        int64_t e = i / items, item = i % items, first = all->first[e], count = all->first[e + 1] - first;
+    while (first < end) {
+        int64_t e = first / m->rows, start = e * m->rows, last = smaller(end, start + m->rows);
+        int64_t place = all->first[e], count = all->first[e + 1] - place;
         input in[count];
         float *targets[count];
         for (int64_t t = 0; t < count; t++) {
-            int64_t pair = all->order[first + t];
+            int64_t pair = all->order[place + t];
             in[t] = input_at(inputs + (by_token ? pair / each : pair) * size, m->columns);
-            targets[t] = out + (first + t) * m->rows;
+            targets[t] = out + (place + t) * m->rows;
         }
-        do_item(m, m->parts + all->number[e] * m->count, item, items, count, in, targets);
+        do_expert(m, m->parts + all->number[e] * m->count, first - start, last - start, count, in, targets);
+        first = last;
     }
+}
+
+/* Does a product of all pairs; `by_token` if their inputs are those of tokens. `out` are the sums of each pair. All
+   threads call it, and have met when it returns. Each has rows of its own, which it reads in order; who is done with
+   them takes some of the others. */
+static void product(const matrix *m, const pairs *all, int64_t each, int by_token, float *inputs, float *out,
+                    meeting *met) {
+    const int64_t total = all->experts * m->rows, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t own = total * OWN / 100 / threads / PAIR * PAIR;
+    const int64_t step = larger(PAIR, ITEM / m->row_bytes / PAIR * PAIR);
+    do_rows(m, all, each, by_token, inputs, out, own * thread, own * (thread + 1));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t first = own * threads; first < total; first += step)
+        do_rows(m, all, each, by_token, inputs, out, first, smaller(total, first + step));
     meet(met);
 }
 
-/* Value number `i` of the product of the pair at `place`, with its bias, in the type of states. */
-INLINE float value_at(const matrix *m, type kind, const float *sums, int64_t place, const void *bias, int64_t i) {
-    const float sum = sums[place * m->rows + i];
-    return rounded(kind, bias ? sum + load(kind, bias, i) : sum);
+/* Values of the product of the pair at `place`, with its bias, in the type of states: `count` from number `first` on,
+   `step` from each other. */
+INLINE void values_at(const matrix *m, type kind, const float *sums, int64_t place, const void *bias, int64_t first,
+                      int64_t step, int64_t count, float *restrict out) {
+    const float *restrict own = sums + place * m->rows + first;
+    for (int64_t i = 0; i < count; i++) out[i] = own[i * step];
+    for (int64_t i = 0; bias && i < count; i++) out[i] += load(kind, bias, first + i * step);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) out[i] = rounded(kind, out[i]);
 }
 
 /* What the threads of a team share in a call. */
@@ -642,14 +798,18 @@ INLINE void compute(const call *c, type kind, team *own) {
         int64_t place = i / pieces, first = i % pieces * PIECE, end = smaller(inner, first + PIECE);
         input in = input_at(between + all->order[place] * input_floats(inner), inner);
         const void *bias = up->bias ? up->bias[own->expert[place]] : NULL;
-        for (int64_t n = first; n < end; n++) {
-            int64_t one = experts->interleaved ? 2 * n : n, other = experts->interleaved ? 2 * n + 1 : inner + n;
-            float gate = value_at(up, kind, up_sums, place, bias, one);
-            float value = value_at(up, kind, up_sums, place, bias, other);
-            gate = gate > experts->limit ? experts->limit : gate;
-            value = value > experts->limit ? experts->limit : value < -experts->limit ? -experts->limit : value;
+        float gates[PIECE], values[PIECE];
+        const int64_t step = experts->interleaved ? 2 : 1, other = experts->interleaved ? 1 : inner;
+        const int64_t count = end - first;
+        values_at(up, kind, up_sums, place, bias, first * step, step, count, gates);
+        values_at(up, kind, up_sums, place, bias, first * step + other, step, count, values);
+#pragma omp simd
+        for (int64_t n = 0; n < count; n++) {
+            float gate = gates[n] > experts->limit ? experts->limit : gates[n];
+            float value = values[n] > experts->limit ? experts->limit : values[n];
+            value = value < -experts->limit ? -experts->limit : value;
             gate = rounded(kind, gate / (1 + exponential(-experts->alpha * gate)));
-            in.values[n] = rounded(kind, gate * (value + experts->offset));
+            in.values[first + n] = rounded(kind, gate * (value + experts->offset));
         }
         prepare(down, in, first, end);
     }
@@ -658,14 +818,17 @@ INLINE void compute(const call *c, type kind, team *own) {
 #pragma omp for nowait
     for (int64_t i = 0; i < c->tokens * parts; i++) {
         int64_t t = i / parts, first = i % parts * PIECE, end = smaller(hidden, first + PIECE);
+        float sums[PIECE] = {0}, values[PIECE];
+        for (int64_t k = t * each; k < (t + 1) * each; k++) {
+            const int64_t place = own->places[k];
+            if (place < 0) continue;
+            const void *bias = down->bias ? down->bias[own->expert[place]] : NULL;
+            values_at(down, kind, down_sums, place, bias, first, 1, end - first, values);
+#pragma omp simd
+            for (int64_t n = 0; n < end - first; n++) sums[n] += rounded(kind, values[n] * c->weights[k]);
+        }
         for (int64_t n = first; n < end; n++) {
-            float sum = 0;
-            for (int64_t k = t * each; k < (t + 1) * each; k++) {
-                if (own->places[k] < 0) continue;
-                const void *bias = down->bias ? down->bias[own->expert[own->places[k]]] : NULL;
-                float value = value_at(down, kind, down_sums, own->places[k], bias, n);
-                sum += rounded(kind, value * c->weights[k]);
-            }
+            const float sum = sums[n - first];
             if (kind == float32) ((float *)c->out)[t * hidden + n] = sum;
             else ((uint16_t *)c->out)[t * hidden + n] = kind == bfloat16 ? to_bf16(sum) : to_half(sum);
         }

@@ -394,7 +394,7 @@ class Placer:
         released = model.stored_ratio < 1 and not model.fp8_ratio and machine.gpu_count and self._coded
         if self.options.experts not in ("auto", "cpu") or not self._experts_on_demand or not (asked or released):
             return 0
-        if not may_compute_experts(machine):
+        if not may_compute_experts(machine, model):
             return TUNING.min_cpu_tokens if asked else 0
         update = {"experts": "on-demand", "expert_ratio": model.expert_ratio, "cpu_tokens": TUNING.max_cpu_tokens}
         timing, limit = self._timing(self._base.model_copy(update=update)), TUNING.max_cpu_tokens

@@ -263,12 +263,13 @@ class Planner:
 
         size = count or self.best_size(workload, rows)
         ends = (size,) if exact else (size, rows or search.LARGEST_BATCH)
-        trusted = may_compute_experts(self.machine)
+        trusted = may_compute_experts(self.machine, self.model)
         experts = [way for way in self.placer.other_experts if trusted or way != "cpu"]
         ways = [self, *(self.with_option("experts", way) for way in experts)]
         if self.case.gpu_weights == "auto":
             enough = PROMISING * max(rate(way, *ends) for way in ways)
-            for way in [way for way in ways if rate(way, *ends) >= enough]:
+            # A share leaves host memory, which may be short of room for all.
+            for way in [way for way in ways if rate(way, *ends) >= enough or way.shortages(workload)]:
                 fixed = {share: way._with(gpu_weights=f"{share}%") for share in SHARES}
                 share = max(fixed, key=lambda share: rate(fixed[share], *ends))
                 near = (share + step for step in (-FINER, FINER) if share + step <= 100)

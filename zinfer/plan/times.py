@@ -53,11 +53,14 @@ class Rates:
     # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
-    # Experts on the CPU: seconds of a layer besides reading them, and the rate of codes over that of attention:
-    # steps of gpt-oss-120b on 16 cores. FLOPs a second of a core on 4-bit codes: a prototype. Cores of a machine that
-    # was not probed; and the CPU's rate over that of a copy in host memory, where the former is not known.
+    # Experts on the CPU: seconds of a layer besides reading them; and the rate of codes over that of attention, without
+    # AVX-512, and over that of memory: steps of gpt-oss-120b on 16 cores, and the code alone with AVX2. FLOPs a second
+    # of a core on 4-bit codes: a prototype. Cores of a machine that was not probed; and the CPU's rate over that of a
+    # copy in host memory, where the former is not known.
     cpu_layer_s: float = 80e-6
-    cpu_codes: float = 0.87
+    cpu_codes: float = 1.15
+    avx2_codes: float = 0.8
+    memory_codes: float = 0.8
     core_flops: float = 40e9
     # Rate of experts that the GPU brings, unpacks and multiplies beside the CPU, over that of the link: steps of
     # gpt-oss-120b on an H200, where a kernel alone copies at 0.91 of it.
@@ -224,14 +227,14 @@ class Timing:
         machine, model, touched = self.machine, self.model, self._sizes.touched(tokens)
         if not touched or tokens is None:
             return 0.0
-        rate = cpu_reading_rate(machine) or RATES.assumed_reads
+        rate = _codes_rate(machine)
         cores = machine.details.get("host", {}).get("cores") or RATES.assumed_cores
         pairs = tokens * model.experts_per_token / model.num_experts
         away = model.routed_bytes - self._sizes.resident_experts
         flops = 2 * away / model.dtype_bytes * pairs / (cores * RATES.core_flops)
         layers = sum(layer.expert_parameters > 0 for layer in model.layers) - len(self.placement.expert_layers)
         stored, linked = touched * self.placement.expert_ratio, self._linked_share(tokens)
-        on_cpu = (1 - linked) * max(stored / (RATES.cpu_codes * rate), flops)
+        on_cpu = (1 - linked) * max(stored / rate, flops)
         on_link = linked * stored / (RATES.linked_rate * machine.h2d_bandwidth) if machine.h2d_bandwidth else 0.0
         return layers * RATES.cpu_layer_s + max(on_cpu, on_link)
 
@@ -463,15 +466,26 @@ def cpu_reading_rate(machine: Machine) -> float | None:
 
 def linked_share(machine: Machine) -> float:
     """Return the share of experts for the link beside the CPU. Both take as long."""
-    alone = cpu_reading_rate(machine) or RATES.assumed_reads
-    cpu = RATES.cpu_codes * min(alone, machine.shared_attention_bandwidth or alone)
     link = RATES.linked_rate * (machine.h2d_bandwidth or 0.0)
-    return link / (link + cpu)
+    return link / (link + _codes_rate(machine))
 
 
-def may_compute_experts(machine: Machine) -> bool:
-    """Tell whether plans trust a CPU with experts unasked: its rate is known, and no lack of AVX-512."""
-    return cpu_reading_rate(machine) is not None and machine.details.get("host", {}).get("avx512") is not False
+def may_compute_experts(machine: Machine, model: ModelSpec) -> bool:
+    """Tell whether plans trust a CPU with experts unasked: its rate is known, and no lack of vectors."""
+    fast = _has_avx512(machine) or (model.expert_ratio < 1 / 2 and machine.details["host"].get("avx2"))
+    return cpu_reading_rate(machine) is not None and bool(fast)
+
+
+def _has_avx512(machine: Machine) -> bool:
+    """Tell whether the CPU has AVX-512, or whether that is not known."""
+    return machine.details.get("host", {}).get("avx512") is not False
+
+
+def _codes_rate(machine: Machine) -> float:
+    """Return the rate at which CPUs read experts and multiply them, in bytes a second."""
+    share = RATES.cpu_codes if _has_avx512(machine) else RATES.avx2_codes
+    rate = share * (cpu_reading_rate(machine) or RATES.assumed_reads)
+    return min(rate, RATES.memory_codes * (machine.host_bandwidth or inf))
 
 
 def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eager: bool) -> int:

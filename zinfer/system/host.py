@@ -115,9 +115,11 @@ def cpu_model() -> str:
     return _kernel_fact("cpuinfo", "model name") or platform.machine()
 
 
-def has_avx512() -> bool:
-    """Tell whether compiled code for experts is fast on this CPU."""
-    return {"avx512bw", "avx512vl", "fma"} <= set(_kernel_fact("cpuinfo", "flags").split())
+def vectors() -> dict[str, bool]:
+    """Tell for which instructions compiled code for experts is fast on this CPU: all formats, or those of few bits."""
+    flags = set(_kernel_fact("cpuinfo", "flags").split())
+    needed = {"avx512": {"avx512bw", "avx512vl", "avx512_vnni", "fma"}, "avx2": {"avx2", "f16c", "fma"}}
+    return {name: needs <= flags for name, needs in needed.items()}
 
 
 def _kernel_fact(file: str, name: str) -> str:
@@ -258,7 +260,7 @@ def host_facts() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "cores": usable_cpus(),
-        "avx512": has_avx512(),
+        **vectors(),
         "cache_bytes": cache_bytes(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "memory_bytes": memory_total(),

@@ -11,7 +11,7 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.machine import Machine, MachineError
 from zinfer.system import machines
 from zinfer.system.ending import PARENT
-from zinfer.system.host import has_avx512, host_bytes, host_facts, slug
+from zinfer.system.host import host_bytes, host_facts, slug, vectors
 
 RESULTS = Path("sweeps/results")
 PROBE = (sys.executable, "-m", "zinfer", "probe")
@@ -57,7 +57,7 @@ def this_machine() -> Machine:
     if not path.is_file():
         _probe(path)
     machine, now = machines.load(path), host_bytes()
-    host = machine.details.get("host", {}) | {"avx512": has_avx512()}  # which probes of before did not note
+    host = machine.details.get("host", {}) | vectors()  # which probes of before did not note
     details = machine.details | {"host": host}
     return machine.model_copy(update={"host_bytes": min(now, machine.host_bytes or now), "details": details})
 

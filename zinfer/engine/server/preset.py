@@ -104,6 +104,8 @@ class Preset(Frozen):
         kept = streamed if case.offload == "none" else resident_bytes(case.gpu_weights, streamed)
         gpu_layers = model.num_layers * kept // streamed
         file = settings.file or model.directory
+        if file is None and case.load_format == "dummy" and "load_format" in _fields(self.command):
+            file = case.model  # the server makes weights itself
         if file is None and "model" in _fields(self.command):
             raise PresetError(f"{case.engine} needs a checkpoint on disk: give --model FOLDER, or -O file=FILE")
         values: dict[str, Any] = {

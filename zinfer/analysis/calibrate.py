@@ -251,7 +251,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     update["cpu_tokens"] = settings.get("cpu_expert_tokens", 0) if settings.get("cpu_experts") == "on" else 0
-    update["linked_share"] = settings.get("linked_share", settings.get("cpu_expert_link_share", 0.0))
+    update["linked_share"] = settings.get("linked_share", 0.0)
     if "slot_bytes" in settings:
         depth, expert_buffers = settings["ring_depth"], settings.get("expert_buffers", 0)
         buffers = depth * settings["buffer_bytes"] + expert_buffers * settings.get("expert_buffer_bytes", 0)

@@ -48,7 +48,7 @@ def bounded(value: Any, depth: int = 0) -> Any:
 # Settings of an engine that a calibration computes with (`zinfer.analysis.calibrate`), and those that some need.
 _COUNTED = frozenset({
     "slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers", "expert_buffer_bytes",
-    "experts_on_cpu_per_step", "cpu_expert_tokens", "cpu_expert_link_share", "linked_share", "unpacked_layers",
+    "experts_on_cpu_per_step", "cpu_expert_tokens", "linked_share", "unpacked_layers",
     "gpu_expert_layers",
 })  # fmt: skip
 _NEEDED = {"slot_bytes": ("ring_depth", "buffer_bytes"), "kv_host_rows": ("kv_attention",)}

@@ -226,8 +226,6 @@ class Measurement(Recorded):
     @property
     def link_share(self) -> float | None:
         """Share of the median step for which the link carried weights."""
-        if self.effective is not None and "cpu_expert_link_share" in self.effective.settings:
-            return None  # the first records of experts beside the CPU count those that may come, not those that came
         achieved = self.h2d_bandwidth
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 

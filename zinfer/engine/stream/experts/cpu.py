@@ -357,12 +357,10 @@ def _matrix(packed: PackedExperts, name: str, memory: Tensor, code: Any) -> Any:
 
 def _is_fast(made: Any, states: int, level: int) -> bool:
     """Tell whether values are multiplied as they are unpacked. `level` is what `experts_fast` returns."""
-    bf16 = _TYPES.index(torch.bfloat16)
-    if states != bf16:
-        return False
+    bf16, fp16 = _TYPES.index(torch.bfloat16), _TYPES.index(torch.float16)
     few = made.kind >= _KINDS["codes4"]
-    integers = made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255)
+    codes = few or (made.kind == _KINDS["codes8"] and made.table[255] in (-1, 127, 255))
     widths = [32 << power for power in range(16)] + ([16] if few else [])
     groups = made.across == 1 or made.width in widths
-    kinds = (few and level > 0) or ((integers or made.kind in (_KINDS["e4m3"], bf16)) and level > 1)
-    return kinds and groups and made.columns % LANE_COLUMNS == 0
+    kinds = (codes and states in (bf16, fp16)) or (made.kind in (_KINDS["e4m3"], bf16) and states == bf16)
+    return kinds and level > (not few) and groups and made.columns % LANE_COLUMNS == 0

@@ -253,44 +253,14 @@ static void groups_of(const matrix *m, const part *p, int64_t row, float *scales
     for (int64_t g = 0; p->zeros && m->zero_kind == int16 && g < m->across; g++) minimums[g] *= scales[g];
 }
 
-/* Values of codes of 4 bits, or of the low 4 bits of others, without scales. */
-static void look_up(const float *table, const uint8_t *codes, int64_t columns, float *restrict out) {
-    int64_t c = 0;
-    float values[16];
-    memcpy(values, table, sizeof values);
-#ifdef __AVX2__
-    int8_t halves[16]; /* of all tables these are small whole numbers */
-    for (int i = 0; i < 16; i++) halves[i] = (int8_t)(2 * values[i]);
-    const __m128i all = _mm_loadu_si128((const void *)halves), low = _mm_set1_epi8(15);
-    for (; c + 32 <= columns; c += 32) {
-        __m128i bytes = _mm_loadu_si128((const void *)(codes + c / 2));
-        __m128i even = _mm_shuffle_epi8(all, _mm_and_si128(bytes, low));
-        __m128i odd = _mm_shuffle_epi8(all, _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
-        __m128i some[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
-        for (int i = 0; i < 4; i++) {
-            __m256i eight = _mm256_cvtepi8_epi32(i % 2 ? _mm_srli_si128(some[i / 2], 8) : some[i / 2]);
-            _mm256_storeu_ps(out + c + 8 * i, _mm256_mul_ps(_mm256_cvtepi32_ps(eight), _mm256_set1_ps(0.5f)));
-        }
+/* Values of codes of 4 to 6 bits, without scales: `more` bits of each are behind the low 4 of all. */
+static void look_up(const float *table, const uint8_t *codes, int more, int64_t columns, float *restrict out) {
+    const uint8_t *high = codes + columns / 2;
+    for (int64_t c = 0; c < columns; c++) {
+        int code = codes[c / 2] >> c % 2 * 4 & 15;
+        if (more) code |= (high[c * more / 8] >> c * more % 8 & ((1 << more) - 1)) << 4;
+        out[c] = table[code];
     }
-#endif
-    for (; c < columns; c++) out[c] = values[codes[c / 2] >> c % 2 * 4 & 15];
-}
-
-/* Adds the other bits of codes, `bits` of each. */
-INLINE void add_high(const uint8_t *high, int bits, int64_t columns, float *restrict out) {
-    const int all = (1 << bits) - 1;
-    int64_t c = 0;
-#ifdef __AVX2__
-    const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    for (; c + 8 <= columns; c += 8, high += bits) {
-        int32_t some = 0;
-        memcpy(&some, high, bits);
-        __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(some), _mm256_mullo_epi32(lanes, _mm256_set1_epi32(bits)));
-        eight = _mm256_slli_epi32(_mm256_and_si256(eight, _mm256_set1_epi32(all)), 4);
-        _mm256_storeu_ps(out + c, _mm256_add_ps(_mm256_loadu_ps(out + c), _mm256_cvtepi32_ps(eight)));
-    }
-#endif
-    for (int i = 0; c < columns; c++, i += bits) out[c] += (high[i / 8] >> i % 8 & all) << 4;
 }
 
 /* A stored row as float32. */
@@ -301,12 +271,10 @@ static void unpack(const matrix *m, const part *p, int64_t row, float *restrict 
     const int64_t columns = m->columns, groups = m->across, width = groups > 1 ? m->width : columns;
     groups_of(m, p, row, scales, minimums);
     if (!p->zeros) memset(minimums, 0, sizeof minimums);
-    if (m->kind >= codes4) look_up(table, codes, columns, out);
+    if (m->kind >= codes4) look_up(table, codes, m->kind - codes4, columns, out);
     else if (m->kind == codes8 || m->kind == e4m3)
         for (int64_t c = 0; c < columns; c++) out[c] = table[codes[c]];
     else values_of(m->kind, codes, 0, columns, 1, out);
-    if (m->kind == codes5) add_high(codes + columns / 2, 1, columns, out);
-    if (m->kind == codes6) add_high(codes + columns / 2, 2, columns, out);
     if (width == 1)
         for (int64_t c = 0; c < columns; c++) out[c] = out[c] * scales[c] - minimums[c];
     for (int64_t g = 0; width > 1 && g < groups; g++) {

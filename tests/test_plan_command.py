@@ -120,6 +120,8 @@ def test_a_server_that_a_record_shows_to_be_faster_is_named(
     words = plan(BLOOM)
     assert mentions(words, "llama-server cpu, batch 8", "nvidia-h100-80gb-hbm3", "2026-11-01") is named
     assert ("server" in words) is named
+    for more in ("--batch-size 4", "--set gpu_bytes=48GB"):  # fewer rows, less memory than the server had
+        assert "server" not in plan(BLOOM, more)
 
 
 def test_a_plan_tells_that_it_leaves_out_a_cpu_whose_rate_is_unknown() -> None:

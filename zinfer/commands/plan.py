@@ -44,6 +44,7 @@ from zinfer.system.machines import load as load_machine
 
 SHIPPED = Path(str(files("zinfer"))) / "catalog" / "calibration.json"  # `--calibrate` without a value
 ALL = "all"
+SAME_MEMORY = 1.1  # GPUs of one name report sizes that differ a little
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
 UNSET = dict.fromkeys(("weight_codec", "kv_offload", "kv_cache_dtype", "experts"), "auto")
@@ -441,11 +442,14 @@ class _Records:
         def work(case: Case) -> tuple[object, ...]:
             return case.workload.input_len, case.workload.output_len, case.layers
 
+        rows = max(plan.case.workload.batch_size for plan in group.plans)
+
         def alike(point: Measurement) -> bool:
             there = machines.get(point.machine)
             gpus = there is not None and (there.gpu_name, there.gpu_count) == (machine.gpu_name, machine.gpu_count)
-            same = (gpus or point.machine == machine.name) and work(point.case) == work(case)
-            return same and is_server(point.case.engine)
+            room = there is None or there.gpu_bytes <= SAME_MEMORY * machine.gpu_bytes  # which `--set` may limit
+            same = (gpus or point.machine == machine.name) and room and work(point.case) == work(case)
+            return same and is_server(point.case.engine) and point.case.workload.batch_size <= rows
 
         fastest = rates.winner([point for point in latest(points) if alike(point)])
         ours = max((plan.expected_tok_s or 0.0 for plan in group.plans if plan.holds), default=0.0)

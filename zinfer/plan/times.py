@@ -53,12 +53,14 @@ class Rates:
     # part of the link's time in which they must be done, as the CPU also launches the next layer.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
-    # Experts on the CPU: seconds of a layer besides reading them; and the rate of codes over that of attention, without
-    # AVX-512, and over that of memory: steps of gpt-oss-120b on 16 cores, and the code alone with AVX2. FLOPs a second
-    # of a core on 4-bit codes: a prototype. Cores of a machine that was not probed; and the CPU's rate over that of a
-    # copy in host memory, where the former is not known.
+    # Experts on the CPU: seconds of a layer besides reading them; and the rate of codes of 4 to 6 bits over that of
+    # attention, that of other types, of codes without AVX-512, and of all over that of memory: steps of gpt-oss-120b,
+    # of Mixtral and DeepSeek-V3 on 16 cores, and the code alone with AVX2. FLOPs a second of a core on 4-bit codes: a
+    # prototype. Cores of a machine that was not probed; and the CPU's rate over that of a copy in host memory, where
+    # the former is not known.
     cpu_layer_s: float = 80e-6
     cpu_codes: float = 1.15
+    cpu_floats: float = 1.0
     avx2_codes: float = 0.8
     memory_codes: float = 0.8
     core_flops: float = 40e9
@@ -227,7 +229,7 @@ class Timing:
         machine, model, touched = self.machine, self.model, self._sizes.touched(tokens)
         if not touched or tokens is None:
             return 0.0
-        rate = _codes_rate(machine)
+        rate = _codes_rate(machine, _has_codes(model))
         cores = machine.details.get("host", {}).get("cores") or RATES.assumed_cores
         pairs = tokens * model.experts_per_token / model.num_experts
         away = model.routed_bytes - self._sizes.resident_experts
@@ -472,7 +474,7 @@ def linked_share(machine: Machine) -> float:
 
 def may_compute_experts(machine: Machine, model: ModelSpec) -> bool:
     """Tell whether plans trust a CPU with experts unasked: its rate is known, and no lack of vectors."""
-    fast = _has_avx512(machine) or (model.expert_ratio < 1 / 2 and machine.details["host"].get("avx2"))
+    fast = _has_avx512(machine) or (_has_codes(model) and machine.details["host"].get("avx2"))
     return cpu_reading_rate(machine) is not None and bool(fast)
 
 
@@ -481,9 +483,15 @@ def _has_avx512(machine: Machine) -> bool:
     return machine.details.get("host", {}).get("avx512") is not False
 
 
-def _codes_rate(machine: Machine) -> float:
-    """Return the rate at which CPUs read experts and multiply them, in bytes a second."""
-    share = RATES.cpu_codes if _has_avx512(machine) else RATES.avx2_codes
+def _has_codes(model: ModelSpec) -> bool:
+    """Tell whether the experts are codes of fewer than 8 bits."""
+    return model.expert_ratio < 1 / 2
+
+
+def _codes_rate(machine: Machine, codes: bool = True) -> float:
+    """Return the bytes of experts that CPUs multiply in a second."""
+    share = RATES.cpu_codes if codes else RATES.cpu_floats
+    share = share if _has_avx512(machine) else RATES.avx2_codes
     rate = share * (cpu_reading_rate(machine) or RATES.assumed_reads)
     return min(rate, RATES.memory_codes * (machine.host_bandwidth or inf))
 

@@ -116,7 +116,7 @@ def cpu_model() -> str:
 
 
 def vectors() -> dict[str, bool]:
-    """Tell for which instructions compiled code for experts is fast on this CPU: all formats, or those of few bits."""
+    """Tell which instructions of compiled experts this CPU has: for all formats, and for those of few bits."""
     flags = set(_kernel_fact("cpuinfo", "flags").split())
     needed = {"avx512": {"avx512bw", "avx512vl", "avx512_vnni", "fma"}, "avx2": {"avx2", "f16c", "fma"}}
     return {name: needs <= flags for name, needs in needed.items()}

@@ -104,8 +104,9 @@ class Preset(Frozen):
         kept = streamed if case.offload == "none" else resident_bytes(case.gpu_weights, streamed)
         gpu_layers = model.num_layers * kept // streamed
         file = settings.file or model.directory
-        if file is None and case.load_format == "dummy" and "load_format" in _fields(self.command):
-            file = case.model  # the server makes weights itself
+        dummy = case.load_format == "dummy" and "load_format" in _fields(self.command)
+        if file is None and dummy and Path(case.model).is_dir():
+            file = case.model  # a folder without weights: the server makes them
         if file is None and "model" in _fields(self.command):
             raise PresetError(f"{case.engine} needs a checkpoint on disk: give --model FOLDER, or -O file=FILE")
         values: dict[str, Any] = {

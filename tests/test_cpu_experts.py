@@ -38,7 +38,7 @@ from zinfer.worker.session import not_as_asked
 CPU = torch.device("cpu")
 FIXTURES = compiler, fresh, lesser, no_compiler, recorder
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-PROCESSORS = (*(["x86-64-v4"] if "avx512vl" in FLAGS and "avx512bw" in FLAGS else []), *LESSER)  # without AVX512-BF16
+PROCESSORS = (*(["cascadelake", "x86-64-v4"] if "avx512_vnni" in FLAGS else []), *LESSER)  # without AVX512-BF16, VNNI
 Made = tuple[Tensor, list[Codes]]  # values ``[E, rows, columns]``, and the codes that they come from
 
 

@@ -172,7 +172,7 @@ def test_a_step_with_experts_on_the_cpu_brings_none_and_takes_as_long_as_they_ar
 def test_cpu_and_link_share_the_experts_of_a_step() -> None:
     h200 = machines.load("h200")
     share = plan(1, OSS, "0%", h200, Efficiency(), experts="cpu").placement.linked_share
-    assert share == linked_share(h200)
+    assert share == linked_share(h200, OSS)
     assert 0.25 < share < 0.6
     assert plan(1, OSS, "0%", experts="on-demand").placement.linked_share == 0
     for batch_size, asked in product((1, 8), ("auto", "25%")):

@@ -416,7 +416,7 @@ class Placer:
         if not self._cpu_tokens:
             return 0.0
         if (asked := self.options.link_experts) == "auto":
-            return linked_share(self.machine) if self.machine.gpu_count else 0.0
+            return linked_share(self.machine, self.model) if self.machine.gpu_count else 0.0
         return float(asked.removesuffix("%")) / 100
 
     @cached_property

@@ -229,7 +229,7 @@ class Timing:
         machine, model, touched = self.machine, self.model, self._sizes.touched(tokens)
         if not touched or tokens is None:
             return 0.0
-        rate = _codes_rate(machine, _has_codes(model))
+        rate = _codes_rate(machine, model)
         cores = machine.details.get("host", {}).get("cores") or RATES.assumed_cores
         pairs = tokens * model.experts_per_token / model.num_experts
         away = model.routed_bytes - self._sizes.resident_experts
@@ -466,10 +466,10 @@ def cpu_reading_rate(machine: Machine) -> float | None:
     return machine.attention_rate(1) or copied
 
 
-def linked_share(machine: Machine) -> float:
+def linked_share(machine: Machine, model: ModelSpec) -> float:
     """Return the share of experts for the link beside the CPU. Both take as long."""
     link = RATES.linked_rate * (machine.h2d_bandwidth or 0.0)
-    return link / (link + _codes_rate(machine))
+    return link / (link + _codes_rate(machine, model))
 
 
 def may_compute_experts(machine: Machine, model: ModelSpec) -> bool:
@@ -488,9 +488,9 @@ def _has_codes(model: ModelSpec) -> bool:
     return model.expert_ratio < 1 / 2
 
 
-def _codes_rate(machine: Machine, codes: bool = True) -> float:
+def _codes_rate(machine: Machine, model: ModelSpec) -> float:
     """Return the bytes of experts that CPUs multiply in a second."""
-    share = RATES.cpu_codes if codes else RATES.cpu_floats
+    share = RATES.cpu_codes if _has_codes(model) else RATES.cpu_floats
     share = share if _has_avx512(machine) else RATES.avx2_codes
     rate = share * (cpu_reading_rate(machine) or RATES.assumed_reads)
     return min(rate, RATES.memory_codes * (machine.host_bandwidth or inf))

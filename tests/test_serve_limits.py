@@ -333,7 +333,7 @@ def check_load(count: int, **more: Any) -> None:
         assert bool(refused) == (more.get("max_waiting", 1024) < count)
         server.wait(lambda: server.dispatcher.unfinished == 0)
         server.wait(lambda: not (worker.alive or worker.queue))
-        assert server.dispatcher.waiting == server.server.desk.held == 0
+        server.wait(lambda: server.dispatcher.waiting == server.server.desk.held == 0)  # after the last byte is sent
         assert server.ask(TEXTS, ALL)[1]["choices"][0]["text"] == text("a3/9")
         loop = server.server._loop
         assert loop is not None

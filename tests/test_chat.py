@@ -150,7 +150,7 @@ def test_an_answer_ends_at_the_end_token(
     free, _ = talk(Inline.around(engine), capsys)
     end = free[0]["output_ids"][4]
     length = free[0]["output_ids"].index(end)
-    monkeypatch.setattr("zinfer.checkpoint.tokenizer_files.end_tokens", lambda *_: {end: "a test"})
+    monkeypatch.setattr("zinfer.checkpoint.tokenizer_files.end_tokens", lambda *_: [end])
     ended, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], ignore_eos=False)
     assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
     assert ended[0]["finish_reason"] == "stop"

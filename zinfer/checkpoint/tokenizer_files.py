@@ -83,19 +83,11 @@ def require(directory: Path) -> None:
 
 def end_tokens(
     directory: Path | None, config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
-) -> dict[int, str]:
-    """Return the tokens that end a text. Their sources, named with each, often differ. Raises ModelError."""
-    sources: dict[int, list[str]] = {}
+) -> list[int]:
+    """Return the tokens that end a text: those of all sources, which often differ. Raises ModelError."""
     given = config.get("eos_token_id")
-    for name, ends in (
-        (GENERATION, _generation_ends(directory)),
-        ("config.json", given if isinstance(given, list) else [given]),
-        ("the tokenizer", [tokenizer_end]),
-    ):
-        for token in dict.fromkeys(ends):
-            if isinstance(token, int) and 0 <= token < vocab_size:
-                sources.setdefault(token, []).append(name)
-    return {token: ", ".join(names) for token, names in sources.items()}
+    ends = [*_generation_ends(directory), *(given if isinstance(given, list) else [given]), tokenizer_end]
+    return [token for token in dict.fromkeys(ends) if isinstance(token, int) and 0 <= token < vocab_size]
 
 
 def _generation_ends(directory: Path | None) -> list[Any]:

@@ -154,8 +154,6 @@ def _run(
 
 def _tokenize(waiting: list[BatchLine], tokenizer: TokenizerProcess, watch: Watch) -> list[Sequence[int] | Refusal]:
     """Return each prompt's token ids, or the reason why it has none. Raises ModelError without a tokenizer."""
-    if ends := tokenizer.facts.differing_ends:
-        watch.message(ends)
     prompts: list[Sequence[int] | Refusal] = []
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))

@@ -130,7 +130,6 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     form = form_of(tokenizer.facts) if chat else PLAIN
     sampling = _sampling(how, form)
     check_tokens(sampling, spec.vocab_size)
-    ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"], how["chat_template_kwargs"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts, sampling.grammar)
     longest = max(map(len, prompt_ids), default=1)
@@ -143,8 +142,6 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     with Watch() as watch:
-        if ends is not None:
-            watch.message(ends)
         try:
             with Driver(watch.workers(job.target, how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan, early=True)

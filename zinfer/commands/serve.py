@@ -68,7 +68,6 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     plan, load = typical_plan(job.cases(), job.source.spec, machine, *choice)
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
     first, *more = how["served_names"] or dict.fromkeys((served_name(how["model"]), how["model"]))
     settings = Settings(first, api_key, *(how[name] for name in names))._replace(
@@ -83,8 +82,6 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
         if api_key is None and not host.startswith(LOOPBACK):
             watch.message(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
         make_worker = watch.workers(job.target, how["timeout_s"], debug, job.source.revision)
-        if ends is not None:
-            watch.message(ends)
 
         def ready() -> None:
             watch.quiet()

@@ -58,17 +58,10 @@ class Refusal(NamedTuple):
 class Facts(NamedTuple):
     """Facts about a tokenizer: end tokens, first token, chat template, and the token that begins a thought."""
 
-    ends: list[tuple[int, str, str]]  # each with its text and the files that name it
+    ends: list[int]
     bos: int | None
     template: str | None
     think: int | None = None
-
-    @property
-    def differing_ends(self) -> str | None:
-        """One line about the end tokens, if files name different ones."""
-        if len({files for *_, files in self.ends}) < 2:
-            return None
-        return "a text ends at " + " or ".join(f"{text or token} ({files})" for token, text, files in self.ends)
 
 
 class TokenizerProcess(Closing):

@@ -130,7 +130,6 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
         with suppress(Exception):
             hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
         ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), checkpoint.vocab_size)
-        names = [[token, _name(hf, token), files] for token, files in ends.items()]
         checkpoint = checkpoint._replace(ends=tuple(ends))
     except BaseException as error:
         check_library(error)
@@ -138,15 +137,9 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
     return checkpoint, {
         "template": template,
         "bos": hf.bos_token_id,
-        "ends": names,
+        "ends": ends,
         "think": grammar.token_of(hf, grammar.THINK),
     }
-
-
-def _name(hf: Any, token: int) -> str:
-    with suppress(Exception):
-        return _unicode(hf.convert_ids_to_tokens(token) or "")
-    return ""
 
 
 def _limit_memory(size: int) -> None:

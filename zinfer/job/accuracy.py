@@ -129,7 +129,7 @@ class AccuracyStudy:
         cut, size = load.input_len, load.batch_size
         with TokenizerProcess(self.reference.model) as tokenizer:
             samples, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
-            ends = frozenset(token for token, *_ in tokenizer.facts.ends)
+            ends = frozenset(tokenizer.facts.ends)
         rows = [AccuracyRow(chunk[:cut], tokens) for chunk in samples for tokens in (None, chunk[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 

@@ -57,9 +57,6 @@ class Net:
         node.name = name
         self.network.mark_output(node)
 
-    def has(self, name: str) -> bool:
-        return name in self.weights
-
     def parameter(self, name: str, rank: int) -> Node:
         """Return the parameter `name`, one constant for all its uses. It has leading dimensions of 1 up to `rank`.
         Raises EngineError when the model has no such parameter, and when it is used with two ranks."""
@@ -119,10 +116,6 @@ class Net:
     def gather(self, x: Node, indices: Node, axis: int) -> Node:
         return self.out(self.network.add_gather(x, indices, axis), "gather")
 
-    def pick(self, x: Node, index: int, axis: int) -> Node:
-        """Return ``x[.., index, ..]`` along `axis`, without that dimension."""
-        return self.gather(x, self.constant(torch.tensor(index, dtype=torch.int32)), axis)
-
     def concat(self, nodes: Sequence[Node], axis: int) -> Node:
         layer = self.network.add_concatenation(list(nodes))
         node = self.out(layer, "concatenation")
@@ -165,7 +158,7 @@ class Net:
         """Return ``x @ weight.T (+ bias)`` with the parameters of `name`."""
         rank = len(x.shape)
         y = self.product(x, self.parameter(f"{name}.weight", rank), turned=True)
-        return self.add(y, self.parameter(f"{name}.bias", rank)) if self.has(f"{name}.bias") else y
+        return self.add(y, self.parameter(f"{name}.bias", rank)) if f"{name}.bias" in self.weights else y
 
     def layer_norm(self, x: Node, name: str, epsilon: float) -> Node:
         """Add a layer norm, with ``name.weight`` and ``name.bias``."""
@@ -285,7 +278,8 @@ def _bloom(net: Net, hidden: Node, model: PreTrainedModel, spec: ModelSpec, _max
         residual = normed if config.apply_residual_connection_post_layernorm else hidden
         fused = net.linear(normed, f"{prefix}.self_attention.query_key_value")
         parts = net.shuffle(fused, (0, 0, spec.num_heads, 3, spec.head_dim))
-        query, key, value = (net.shuffle(net.pick(parts, part, 3), before=(0, 2, 1, 3)) for part in range(3))
+        numbers = [net.constant(torch.tensor(part, dtype=torch.int32)) for part in range(3)]
+        query, key, value = (net.shuffle(net.gather(parts, part, 3), before=(0, 2, 1, 3)) for part in numbers)
         mixed = attend(index, query, key, value)
         hidden = net.add(net.linear(mixed, f"{prefix}.self_attention.dense"), residual)
         normed = net.layer_norm(hidden, f"{prefix}.post_attention_layernorm", eps)

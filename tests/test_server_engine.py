@@ -21,9 +21,10 @@ from zinfer.engine import EngineError, kind
 from zinfer.engine.server import preset
 from zinfer.engine.server.completions import token_times
 from zinfer.engine.server.preset import Preset, PresetError
-from zinfer.engine.server.process import Address, Port
+from zinfer.engine.server.process import Address, free_port
 from zinfer.job.recipe import engine_recipe
 from zinfer.record.store import read
+from zinfer.system.documents import DocumentError
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("llama-server", "sglang", "trtllm-serve", "vllm", "zinfer-serve")
@@ -91,7 +92,7 @@ def test_a_faulty_preset_is_named(text: str, message: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     Path("engines").mkdir()
     Path("engines/mine.toml").write_text(text)
-    with pytest.raises(PresetError) as refusal:
+    with pytest.raises(DocumentError) as refusal:
         preset.read("mine")
     assert message in str(refusal.value)
     assert "mine.toml" in str(refusal.value)
@@ -106,8 +107,8 @@ def test_an_address_is_a_host_and_a_port() -> None:
 
 
 def test_a_port_is_given_to_nobody_else() -> None:
-    ports = [Port() for _ in range(200)]
-    assert len({port.number for port in ports}) == 200
+    ports = [free_port() for _ in range(200)]
+    assert len({port.getsockname() for port in ports}) == 200
     for port in ports:
         port.close()
 
@@ -261,14 +262,17 @@ def test_a_command_that_ends_leaves_no_server(number: int, folder: Path, checkpo
 
 @pytest.mark.torch
 def test_a_server_that_runs_already_is_measured_and_left_alone(folder: Path, checkpoint: Checkpoints) -> None:
-    port = Port()
-    process = python(str(ROOT / "tests" / "small_server.py"), str(port.number), cwd=folder, start_new_session=True)
+    port = free_port()
+    address = f"127.0.0.1:{port.getsockname()[1]}"
+    process = python(
+        str(ROOT / "tests" / "small_server.py"), address.partition(":")[2], cwd=folder, start_new_session=True
+    )
     try:
-        words = f"--engine vllm --batch-size 2 --input-len 6 --output-len 5 -O url=http://127.0.0.1:{port.number}"
+        words = f"--engine vllm --batch-size 2 --input-len 6 --output-len 5 -O url=http://{address}"
         records, ended = sweep(folder, checkpoint("llama"), words)
         assert ended.returncode == 0, ended.stderr
         (point,) = records.points
-        assert point.command == f"http://127.0.0.1:{port.number}"
+        assert point.command == f"http://{address}"
         assert (point.host_peak_bytes, point.gpu_peak_bytes) == (None, None), "nothing of it was seen"
         assert process.poll() is None
     finally:

@@ -14,7 +14,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.server.preset import Preset, PresetError, read
-from zinfer.engine.server.process import Address, MemoryWatch, Port, ServerDied, ServerProcess, wait_ready
+from zinfer.engine.server.process import Address, MemoryWatch, ServerDied, ServerProcess, free_port, wait_ready
 from zinfer.plan.planner import Plan
 
 _NO_PASSES = "a server runs its own passes: `zinfer sweep` measures it, run, batch and serve are for other engines"
@@ -36,9 +36,9 @@ class Server(Engine[MicroBatch]):
         self.command: tuple[str, ...] = ()
         self.version = server.ask_version()
         self._server: ServerProcess | None = None
-        self._port: Port | None = None
-        self._memory = MemoryWatch(None)
-        self.address = Address("127.0.0.1", 0)
+        self._port = free_port()
+        self._memory = MemoryWatch()
+        self.address: Address
         self.model = ""
         try:
             self.prepare(case.workload)
@@ -52,20 +52,19 @@ class Server(Engine[MicroBatch]):
         if self.options.url:
             self.address = Address.of(self.options.url)
         else:
-            if self._port is None:
-                self._port = Port()
+            address = Address(*self._port.getsockname())
             try:
-                words = self.preset.command_line(case, self.plan.model, workload, self._port.number)
+                words = self.preset.command_line(case, self.plan.model, workload, address.port)
             except PresetError as error:
                 raise error.converted(EngineError) from None
             if self._server is not None and self._server.alive and tuple(words) == self.command:
                 return
             self._end()
-            self.command, self.address = tuple(words), Address("127.0.0.1", self._port.number)
+            self.command, self.address = tuple(words), address
             if not self.preset.installed:
                 raise EngineError(f"{self.preset.program} is not installed: {case.engine} needs it")
             self._server = ServerProcess(words, self.preset.env)
-            self._memory.watch(self._server.pid)
+            self._memory.pid = self._server.pid
         try:
             wait_ready(self.address, self.preset.ready, self.options.ready_s, self._server, self.progress)
             status, body = self.address.get("/v1/models")
@@ -113,8 +112,7 @@ class Server(Engine[MicroBatch]):
     def close(self) -> None:
         self._end()
         self._memory.close()
-        if self._port is not None:
-            self._port.close()
+        self._port.close()
 
     def _end(self) -> None:
         server, self._server = self._server, None

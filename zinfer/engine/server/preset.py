@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from zinfer.core.case import Case, Workload, resident_bytes
 from zinfer.core.engine import ServerOptions, read_options
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ModelSpec
-from zinfer.core.value import Frozen, first_fault
+from zinfer.core.value import Frozen
 from zinfer.system import documents
 
 FOLDER = Path("engines")
@@ -39,7 +39,7 @@ _SHARES = {"host_gib", "host_layers", "gpu_layers"}
 
 
 class PresetError(ZinferError):
-    """Preset that cannot be read, or that cannot do what is asked."""
+    """Preset that cannot do what is asked."""
 
 
 def _fields(template: str) -> set[str]:
@@ -138,23 +138,11 @@ class Preset(Frozen):
 
 def presets() -> dict[str, Path]:
     """Return the files of presets by name: the current directory's, else ours."""
-    return {name: path for name, path in documents.catalogue(FOLDER).items() if "command" in _read(path)}
+    return {name: path for name, path in documents.catalogue(FOLDER).items() if "command" in documents.read_toml(path)}
 
 
 def read(name: str) -> Preset | None:
-    """Return the preset of an engine, or None. Raises PresetError for a faulty one."""
+    """Return the preset of an engine, or None. Raises DocumentError for a faulty one."""
     path = documents.catalogue(FOLDER).get(name)
-    fields = {} if path is None else _read(path)
-    if "command" not in fields:
-        return None
-    try:
-        return Preset.model_validate(fields)
-    except ValidationError as error:
-        raise PresetError(f"{path}: {first_fault(error)}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return documents.read_toml(path)
-    except documents.DocumentError as error:
-        raise error.converted(PresetError) from None
+    fields = {} if path is None else documents.read_toml(path)
+    return documents.validate(Preset, fields, path) if "command" in fields else None

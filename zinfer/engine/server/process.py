@@ -64,18 +64,13 @@ def headers() -> dict[str, str]:
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-class Port:
-    """Free port of this machine, kept from others until `close`. They may bind it, but only if they name it."""
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # a server sets the one or the other
-            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
+def free_port() -> socket.socket:
+    """Keep a free port of this machine from others. They may bind it, but only if they name it."""
+    kept = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # a server sets the one or the other
+        kept.setsockopt(socket.SOL_SOCKET, option, 1)
+    kept.bind(("127.0.0.1", 0))
+    return kept
 
 
 class ServerProcess:
@@ -92,11 +87,7 @@ class ServerProcess:
             start_new_session=True,
         )
         self._name = os.path.basename(words[0])
-
-    @property
-    def pid(self) -> int:
-        """Id of the process above the server."""
-        return self._keeper.pid
+        self.pid = self._keeper.pid  # of the process above the server
 
     @property
     def alive(self) -> bool:
@@ -150,8 +141,9 @@ class MemoryWatch:
     since this watch began: other programs should not begin or end meanwhile.
     """
 
-    def __init__(self, pid: int | None) -> None:
-        self._pid, self._handles = pid, list[Any]()
+    def __init__(self) -> None:
+        self.pid: int | None = None  # the process that is watched
+        self._handles = list[Any]()
         self._nvml: Any = None
         with suppress(Exception):
             import pynvml
@@ -164,9 +156,6 @@ class MemoryWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
-
-    def watch(self, pid: int | None) -> None:
-        self._pid = pid
 
     def reset(self) -> None:
         self.host_peak = self.gpu_peak = 0
@@ -189,7 +178,7 @@ class MemoryWatch:
         self.gpu_peak = max(self.gpu_peak, self._used() - self._before)
         size = 0
         with suppress(psutil.NoSuchProcess):  # all processes below the keeper
-            for process in psutil.Process(self._pid).children(recursive=True) if self._pid is not None else ():
+            for process in psutil.Process(self.pid).children(recursive=True) if self.pid is not None else ():
                 with suppress(psutil.NoSuchProcess):
                     size += process.memory_info().rss
         self.host_peak = max(self.host_peak, size)

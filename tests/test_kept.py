@@ -144,7 +144,7 @@ def test_a_gpu_reloads_from_page_locked_memory(
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask).cpu())
     expected = go_on(engine, whole, ones)
     kept = snapshot(engine, 0, 20)
-    assert kept.pinned
+    assert kept._arena.pinned
     for _ in range(20):  # copies that came too late would show at some time
         assert torch.equal(go_on(engine, whole, ones, (kept,)), expected)
     kept.close()

@@ -327,7 +327,7 @@ class Decoder(Engine[D]):
             raise EngineError(f"positions {first} to {last} have not been computed")
         if not all(layer.is_initialized for layer in cache.layers):
             raise EngineError(f"some layers of {self.plan.model.name} hold no keys and values of their own")
-        return KVSnapshot.of(cache.layers, first, last, row, pad, self.device.type == "cuda")
+        return KVSnapshot(cache.layers, first, last, row, pad, self.device.type == "cuda")
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work[D]]) -> list[Tensor]:

@@ -5,7 +5,7 @@ Prefill of a position takes a pass through the whole model; to copy it back take
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,41 +19,31 @@ HALVES = ("keys", "values")
 
 
 class KVSnapshot:
-    """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``. They are in memory
-    of its own, until it is closed."""
+    """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``.
 
-    def __init__(self, first: int, states: dict[str, Tensor], arena: PinnedArena) -> None:
-        self.first, self.states = first, states
-        self.length: int = next(iter(states.values())).shape[2]
-        self.nbytes = sum(tensor.nbytes for tensor in states.values())
-        self._arena: PinnedArena | None = arena
+    Positions `first` to `last` (exclusive) of `row`, which count from position `pad`, are copied out of `layers` to
+    memory of its own, page-locked if `pin`, until it is closed.
+    """
 
-    @classmethod
-    def of(cls, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> Self:
-        """Copy positions `first` to `last` (exclusive) of `row` out of `layers`. They count from position `pad`, and go
-        to page-locked memory if `pin`."""
+    def __init__(self, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> None:
         states = {
             f"{index}.{half}": part[row : row + 1, :, pad + first : pad + last]
             for index, layer in enumerate(layers)
             for half, part in zip(HALVES, (layer.keys, layer.values), strict=True)
         }
         blocks, size = lay_out(states.items())
-        arena = PinnedArena(size, pin)
-        kept = cls(first, arena.views(blocks), arena)
+        self._arena = PinnedArena(size, pin)
+        self.first, self.length, self.states = first, last - first, self._arena.views(blocks)
+        self.nbytes = sum(tensor.nbytes for tensor in self.states.values())
         try:
-            for name, target in kept.states.items():
+            for name, target in self.states.items():
                 # Made contiguous on the device: the link copies one contiguous block at its full rate.
                 target.copy_(states[name].contiguous(), non_blocking=pin)
             if pin:
                 torch.cuda.current_stream().synchronize()
         except BaseException:
-            kept.close()
+            self.close()
             raise
-        return kept
-
-    @property
-    def pinned(self) -> bool:
-        return self._arena is not None and self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
         """Return the first `length` positions, or all, in the same memory."""
@@ -68,11 +58,10 @@ class KVSnapshot:
 
     def close(self) -> None:
         """Free the memory, once no copy from it is under way."""
-        if self.pinned:
+        if self._arena.pinned:
             torch.cuda.synchronize()
-        if self._arena is not None:
-            self.states.clear()  # views, which would keep the memory
-            self._arena.close()
+        self.states.clear()  # views, which would keep the memory
+        self._arena.close()
 
 
 class RowsPast:

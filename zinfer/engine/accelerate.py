@@ -32,7 +32,6 @@ class Accelerate(Decoder[DecoderBatch]):
 
     options: AccelerateOptions
     _arena: PinnedArena | None = None
-    _folder: Scratch | None = None
     _offloaded: "_Weights"
     _streamed_per_step = 0
     _stay: int | None = None  # layers that stay on the device; None without offload
@@ -49,34 +48,34 @@ class Accelerate(Decoder[DecoderBatch]):
         streamed = {name: entry.tensor for name, entry in parameters.items() if entry.layer in away}
         host: dict[str, Tensor] = {}
         index: dict[str, dict[str, Any]] = {}
+        folder: Scratch | None = None
         if case.offload == "cpu":
             blocks, size = lay_out(streamed.items())
             self._arena = PinnedArena(size, self.options.pin_memory and self.device.type == "cuda", self.progress)
             self._opened.callback(self._arena.close)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
-            self._folder = offload_folder(self.plan.nvme_path)
-            self._opened.callback(self._folder.cleanup)
+            folder = offload_folder(self.plan.nvme_path)
+            self._opened.callback(folder.cleanup)
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in host:
                 host[name].copy_(tensor)
-            elif name in streamed and self._folder is not None:
-                offload_weight(tensor, name, self._folder.path, index)
+            elif name in streamed and folder is not None:
+                offload_weight(tensor, name, folder.path, index)
             else:
                 resident[name] = tensor.to(self.device, copy=True)
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
-        if self._folder is not None:
-            save_offload_index(index, self._folder.path)
+        if folder is not None:
+            save_offload_index(index, folder.path)
         shared = {
             name: module.get_parameter(leaf)
             for entry in parameters.values() if entry.layer is None and streamed
             for name, (module, leaf) in zip(entry.names, entry.places, strict=True)
             if name.startswith(f"{state.stack}.")
         }  # fmt: skip
-        files = str(self._folder.path) if index and self._folder is not None else None
-        self._offloaded = _Weights(host, files, shared)
+        self._offloaded = _Weights(host, str(folder.path) if index and folder is not None else None, shared)
         if streamed:
             layers = {f"{state.stack}.{number}": number in away for number in range(len(state.layers))}
             attach_align_device_hook_on_blocks(
@@ -102,14 +101,14 @@ class Accelerate(Decoder[DecoderBatch]):
         away = {name: parameter.nbytes for name, parameter in parameters.items() if parameter.is_meta}
         kept = {id(parameter): parameter.nbytes for name, parameter in parameters.items() if name not in away}
         on_disk = sum(size for name, size in away.items() if name in self._offloaded.index)
-        pinned = self._arena is not None and self._arena.pinned
-        settings = {"pin_memory": pinned, "attention": self.model.config._attn_implementation}
+        arena = self._arena if self._arena is not None and self._arena.pinned else None
+        settings = {"pin_memory": arena is not None, "attention": self.model.config._attn_implementation}
         return Effective(
             gpu_weight_bytes=sum(kept.values()),
             host_weight_bytes=sum(away.values()) - on_disk,
             nvme_weight_bytes=on_disk,
             streamed_bytes_per_step=self._streamed_per_step,
-            pinned_bytes=self._arena.size if self._arena is not None and pinned else 0,
+            pinned_bytes=0 if arena is None else arena.size,
             settings=settings | ({} if self._stay is None else {"resident_layers": self._stay}),
         )
 

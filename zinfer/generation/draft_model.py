@@ -92,8 +92,7 @@ class ModelDrafter:
         self._engine.clear()
 
     def _begin(self, rows: Mapping[int, Several[int]]) -> None:
-        last = self._spec.max_position or 1 << 30
-        new = {key: list(ids) for key, ids in rows.items() if key not in self._computed and 0 < len(ids) <= last}
+        new = {key: list(ids) for key, ids in rows.items() if key not in self._computed}
         if not new:
             return
         width = max(map(len, new.values()))

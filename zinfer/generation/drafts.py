@@ -109,11 +109,7 @@ class Drafts:
         if self._with_drafts:
             self._all.age()
             self._until_plain -= 1
-        proposed = self._propose(rows, limits, room)
-        self._with_drafts = bool(proposed)
-        return proposed
-
-    def _propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
+        self._with_drafts = False
         room = min(self.max_drafts, room // max(1, len(rows)))
         counts = {key: count for key, limit in limits.items() if (count := min(room, limit)) > 0}
         if not counts or not (worth := self._worth(counts, len(rows))):
@@ -128,6 +124,7 @@ class Drafts:
         gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
         threshold = tuning.DRAFTS.worth * len(rows)
         count = max((index for index, gain in enumerate(gains, 1) if gain >= threshold), default=1)
+        self._with_drafts = bool(proposed)
         return {key: drafts[:count] for key, drafts in proposed.items()}
 
     def _chance(self, key: int) -> float:

@@ -224,9 +224,9 @@ def test_of_a_prompt_that_is_far_too_long_the_beginning_is_read(checkpoint: Chec
 
 def test_a_conversation_without_a_template_is_refused(checkpoint: Checkpoints) -> None:
     with TokenizerProcess(spec_of(checkpoint("llama"))) as process:
-        assert "has no chat template" in str(process.cannot_chat)
+        assert "has no chat template" in process.template.why_not
         refused, plain, empty = process.encode([{"messages": TALK}, "hi", ""])
-        assert refused == Refusal("invalid_prompt", str(process.cannot_chat))
+        assert refused == Refusal("invalid_prompt", process.template.why_not)
         assert len(plain) == 2
         assert isinstance(empty, Refusal)
         assert "no tokens" in empty.message

@@ -88,11 +88,6 @@ class TokenizerProcess(Closing):
         assert self._facts is not None
         return self._facts
 
-    @property
-    def cannot_chat(self) -> str | None:
-        """Reason why messages are refused; None if there is a chat template. Raises ModelError as `facts` does."""
-        return None if self.facts.template else self.template.why_not
-
     def encode(self, prompts: Iterable[Prompt], special: bool = True) -> list[list[int] | Refusal]:
         """Return the token ids of each prompt, or why it has none; `special` adds what begins a text. Raises ModelError
         if the tokenizer cannot be loaded."""
@@ -118,8 +113,8 @@ class TokenizerProcess(Closing):
 
     def _encode(self, prompt: Prompt, special: bool, seconds: float) -> list[int] | Refusal | None:
         """Return the token ids of a prompt, or why it has none; None if it takes too long."""
-        if not is_text(prompt) and (why_not := self.cannot_chat) is not None:
-            return Refusal("invalid_prompt", why_not)
+        if not is_text(prompt) and not self.facts.template:
+            return Refusal("invalid_prompt", self.template.why_not)
         asked = self._ask(seconds, prompt=prompt, special=special, max_tokens=self.max_tokens)
         if "why" in asked:
             return Refusal("invalid_prompt", asked["why"])

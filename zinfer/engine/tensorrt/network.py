@@ -259,11 +259,6 @@ class Attention:
         return net.shuffle(heads, (0, 0, spec.num_heads * spec.head_dim))
 
 
-def _heads(net: Net, x: Node, heads: int, spec: ModelSpec) -> Node:
-    """Reshape ``[B, S, heads · D]`` to ``[B, heads, S, D]``."""
-    return net.shuffle(x, (0, 0, heads, spec.head_dim), after=(0, 2, 1, 3))
-
-
 def _require(holds: bool, spec: ModelSpec, what: str) -> None:
     if not holds:
         raise EngineError(f"{spec.name}: the TensorRT network does not support {what}; use --engine stream")
@@ -300,7 +295,9 @@ def _llama(net: Net, hidden: Node, model: PreTrainedModel, spec: ModelSpec, max_
         prefix = f"model.layers.{index}"
         normed = net.rms_norm(hidden, f"{prefix}.input_layernorm", eps)
         query, key, value = (
-            _heads(net, net.linear(normed, f"{prefix}.self_attn.{part}_proj"), heads, spec)
+            net.shuffle(
+                net.linear(normed, f"{prefix}.self_attn.{part}_proj"), (0, 0, heads, spec.head_dim), after=(0, 2, 1, 3)
+            )
             for part, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
         )
         mixed = attend(index, rotate(query), rotate(key), value)

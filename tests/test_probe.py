@@ -174,7 +174,6 @@ class FakeNvml(SimpleNamespace):
     class NVMLError(Exception):
         pass
 
-    NVML_NVLINK_MAX_LINKS = 2
     opened = 0
 
     def nvmlInit(self) -> None:
@@ -199,11 +198,6 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetName(self, handle: int) -> str:
         return f"gpu {handle}"
 
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link:
-            raise self.NVMLError
-        return 1
-
 
 @pytest.mark.parametrize(
     ("visible", "handles"), [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("-1", [])]
@@ -216,7 +210,7 @@ def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: P
 
 
 def test_a_gpu_that_answers_little_is_still_described() -> None:
-    assert host._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1", "nvlinks": 1}
+    assert host._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1"}
 
 
 def test_nvml_is_closed_after_use(monkeypatch: Patch) -> None:

@@ -23,7 +23,7 @@ def slug() -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs that this process may use: name, memory, driver, PCIe, NVLink and power, by NVML."""
+    """Return the GPUs that this process may use: name, memory, driver, PCIe and power, by NVML."""
     if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     with _nvml() as nvml:
@@ -70,7 +70,6 @@ def _gpu_facts(nvml: Any, handle: Any) -> dict[str, Any]:
         "pcie_width": lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
         "pcie_width_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
         "power_limit_w": lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000,
-        "nvlinks": lambda: sum(_nvlink(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
         "c2c": lambda: bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled),
     }
     answers = {}
@@ -78,13 +77,6 @@ def _gpu_facts(nvml: Any, handle: Any) -> dict[str, Any]:
         with contextlib.suppress(nvml.NVMLError, AttributeError):  # not every GPU and driver answers every question
             answers[key] = read()
     return answers
-
-
-def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link))
-    except nvml.NVMLError:
-        return False
 
 
 def package_version(package: str) -> str:

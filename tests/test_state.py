@@ -225,14 +225,15 @@ def test_a_tied_head_of_other_values_is_kept_apart(change: float, checkpoint: Ch
     check_tokens(loaded, directory)
 
 
-def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
+def test_float32_entries_of_shared_modules_stay_their_own(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that occurs twice is cast once, without replaced entries. A reader that skips a layer gets the next."""
     state = ModelState(resolve.from_directory(glm), "safetensors")
     assert [index for index, _ in by_layer(state, state.load(CPU))] == [None, *range(6)]
     empty = empty_model(spec := resolve.from_directory(glm).with_dtype("bfloat16"))
     for name in ("again", "and_again"):  # the same modules under further names
         empty.model.add_module(name, empty.model.layers)
-    entries = ModelState(spec, "dummy", empty).entries
+    monkeypatch.setattr("zinfer.engine.state.empty_model", lambda _spec: empty)
+    entries = ModelState(spec, "dummy").entries
     biases = [entry for name, entry in entries.items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 5
     assert all(entry.tensor.dtype == torch.float32 and len(entry.places) == 3 for entry in biases)

@@ -95,12 +95,11 @@ class ModelState:
         self,
         spec: ModelSpec,
         load_format: LoadFormat,
-        model: PreTrainedModel | None = None,
         allow_nan: bool = False,
         visits: Iterable[Visit] = (),
     ) -> None:
         self.spec = spec
-        self.model = empty_model(spec) if model is None else model
+        self.model = empty_model(spec)
         self.stack, self.layers = decoder_layers(self.model)
         _keep_types(self.model, getattr(torch, spec.dtype))
         self._checkpoint: _Stored | None = None

@@ -185,18 +185,15 @@ def _config(file: Path, architecture: str, fields: Mapping[str, Any], tensors: M
     def field(name: str) -> Any:
         return fields.get(f"{architecture}.{name}")
 
-    config: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(mapped, {}))
-    config |= {key: field(name) for name, key in GGUF_CONFIG_MAPPING[mapped].items() if isinstance(key, str)}
-    config |= {key: fields.get(f"tokenizer.{name}") for name, key in GGUF_CONFIG_MAPPING["tokenizer"].items()}
-    config = {key: value for key, value in config.items() if value is not None}
+    names = [*_MORE.items(), *GGUF_CONFIG_MAPPING[mapped].items()]
+    given = [(key, field(name)) for name, key in names if isinstance(key, str)]
+    given += [(key, fields.get(f"tokenizer.{name}")) for name, key in GGUF_CONFIG_MAPPING["tokenizer"].items()]
+    config: dict[str, Any] = GGUF_CONFIG_DEFAULTS_MAPPING.get(mapped, {}) | {k: v for k, v in given if v is not None}
     kind = "mixtral" if mapped == "llama" and field("expert_count") else {"gemma3": "gemma3_text"}.get(mapped, mapped)
     config["model_type"] = kind
     if kind == "stablelm":
         config["use_qkv_bias"] = "blk.0.attn_q.bias" in tensors
         config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
-    for name, key in _MORE.items():
-        if field(name) is not None:
-            config.setdefault(key, field(name))
     if kind == "gpt_oss" and "moe_intermediate_size" in config:
         config["intermediate_size"] = config["moe_intermediate_size"]
     if (embedding := tensors.get("token_embd.weight")) is not None:

@@ -151,14 +151,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._vocabulary: Vocabulary | None = None
-        self.used = False  # True once a row had a grammar
         self._compiler = ThreadPoolExecutor(1, "grammar")
         self._threads = max(1, min(THREADS, usable_cpus() - 1))
         self._pool = ThreadPoolExecutor(self._threads, "mask")
 
     def add(self, grammar: str, prompt_ids: Sequence[int], output_ids: list[int]) -> Grammar:
         """Begin to compile a row's grammar."""
-        self.used = True
         return Grammar(self._compiler.submit(self._compile, grammar, prompt_ids), output_ids)
 
     def _compile(self, grammar: str, prompt_ids: Sequence[int]) -> Any:

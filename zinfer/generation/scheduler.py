@@ -510,8 +510,7 @@ class ContinuousScheduler:
     ) -> Callable[[], dict[int, Tensor]]:
         """Begin to compute the masks of a pass, beside it. Returns what waits for those of each row, by key: int32
         ``[n, W]`` on the device."""
-        chooses = self._grammars.used
-        choosing = [batch for batch, count in works if chooses and batch.length + count >= batch.width]
+        choosing = [batch for batch, count in works if batch.length + count >= batch.width]
         rows = [row for batch in choosing for row in batch.living if row.sampling.grammar]
         counts = [1 + len(drafts.get(row.key, ())) for row in rows]
         bits = torch.full((sum(counts), -(-self.engine.plan.model.vocab_size // 32)), -1, dtype=torch.int32)

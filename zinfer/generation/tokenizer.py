@@ -32,7 +32,7 @@ class Tokenizer:
         directory = tokenizer_files.folder_of(spec)
         self.hf: Any = load_tokenizer(directory)
         self.ends = frozenset(tokenizer_files.end_tokens(directory, spec.config, own_end(self.hf), spec.vocab_size))
-        self._letter: list[int] | None = None  # tokens of a text that a token is shown behind
+        self._letter = self.hf("a", add_special_tokens=False).input_ids  # tokens of a text before one that is shown
         padding = int(self.hf.pad_token_id or 0)
         self.padding = padding if 0 <= padding < spec.vocab_size else 0  # no row attends to it
 
@@ -56,8 +56,6 @@ class Tokenizer:
 
     def text_of(self, token: int) -> str:
         """Return the text of a token within a text. Part of a character is ``bytes:\\xe6``, as OpenAI has it."""
-        if self._letter is None:
-            self._letter = self.hf("a", add_special_tokens=False).input_ids
         each = self._letter, [*self._letter, token], [token]
         head, both, alone = (decode(self.hf, ids, special=True, clean_up_tokenization_spaces=False) for ids in each)
         text = both[len(head) :] if both.startswith(head) else alone

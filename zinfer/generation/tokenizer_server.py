@@ -17,12 +17,15 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zinfer.checkpoint import tokenizer_files
 from zinfer.core.model import ModelError
@@ -34,17 +37,17 @@ BEGINNING = 12  # characters for each position that tell whether a long text is 
 MAX_TEXT = 64 << 20  # characters of a rendered conversation
 # Names what transformers, jinja2 and Python import late: constants, the names of days, errors.
 WARM_UP = "{{ '\\n\\u00e9' }}{{ strftime_now('%A %Y') }}{{ [1] | tojson }}{{ raise_exception('') }}"
-_VOCABULARY: list[grammar.Vocabulary] = []  # of a child
 
 
-class Checkpoint(NamedTuple):
+@dataclass
+class Checkpoint:
     """Tokenizer `hf` and chat template of a checkpoint; name, vocabulary and end tokens of its model."""
 
     hf: Any
     template: str | None
     vocab_size: int
     name: str
-    ends: tuple[int, ...] = ()
+    ends: Sequence[int] = ()
 
     def encode(self, prompt: Any, special: bool, max_tokens: int | None) -> list[int] | int:
         """Return the ids of a prompt; their number if far above `max_tokens`. Raises ModelError. Also for the grammar
@@ -89,12 +92,10 @@ class Checkpoint(NamedTuple):
             raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
         return str(text)
 
-    @property
+    @cached_property
     def _vocabulary(self) -> grammar.Vocabulary:
         """Vocabulary for grammars, once one was asked for: it takes a second. Raises ModelError."""
-        if not _VOCABULARY:
-            _VOCABULARY.append(grammar.Vocabulary(self.hf, self.vocab_size, self.ends))
-        return _VOCABULARY[0]
+        return grammar.Vocabulary(self.hf, self.vocab_size, self.ends)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -125,16 +126,14 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
     try:
         template = wanted["template"] or getattr(hf, "chat_template", None)
         template = template if isinstance(template, str) else None
-        checkpoint = Checkpoint(hf, template, wanted["vocab_size"], wanted["name"])
         decode(hf, list(hf("a", add_special_tokens=True).input_ids), special=True)
         with suppress(Exception):
             hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
-        ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), checkpoint.vocab_size)
-        checkpoint = checkpoint._replace(ends=tuple(ends))
+        ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), wanted["vocab_size"])
     except BaseException as error:
         check_library(error)
         raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
-    return checkpoint, {
+    return Checkpoint(hf, template, wanted["vocab_size"], wanted["name"], ends), {
         "template": template,
         "bos": hf.bos_token_id,
         "ends": ends,

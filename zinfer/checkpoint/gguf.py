@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from zinfer.core.errors import ZinferError, environment_error, error_line
+from zinfer.core.errors import environment_error, error_line
 from zinfer.system import atomic, scratch
-from zinfer.system.documents import open_regular, read_bytes
+from zinfer.system.documents import DocumentError, open_regular, read_bytes
 from zinfer.system.host import cache_folder
 
 SUFFIX = ".gguf"
@@ -58,10 +58,6 @@ _SCALINGS = {
 _27B = (46, 62)  # layers of Gemma 2 and 3 in this size, whose queries are scaled otherwise
 
 
-class GgufError(ZinferError):
-    """GGUF that cannot be read; the message names the fault."""
-
-
 class Place(NamedTuple):
     """Tensor of a GGUF: its type, and bytes ``[start, end)`` of the part number `part`."""
 
@@ -83,7 +79,7 @@ class Gguf(BaseModel):
 def find(path: Path) -> tuple[Path, ...]:
     """Return the files of the GGUF at `path`.
 
-    That is a file, or a folder that holds one and no safetensors; else the result is empty. Raises GgufError for
+    That is a file, or a folder that holds one and no safetensors; else the result is empty. Raises DocumentError for
     several, and for missing parts.
     """
     if path.suffix == SUFFIX and not path.is_dir():
@@ -94,7 +90,7 @@ def find(path: Path) -> tuple[Path, ...]:
     models = list(dict.fromkeys(map(_parts_of, files)))
     if len(models) > 1:
         names = ", ".join(parts[0].name for parts in models[:4])
-        raise GgufError(f"{path} holds several GGUF models: name one of {names}")
+        raise DocumentError(f"{path} holds several GGUF models: name one of {names}")
     return models[0] if models else ()
 
 
@@ -106,16 +102,17 @@ def _parts_of(file: Path) -> tuple[Path, ...]:
     parts = tuple(file.with_name(f"{split[1]}-{number:05}-of-{split[2]}{SUFFIX}") for number in range(1, count + 1))
     for part in parts:
         if not part.exists():
-            raise GgufError(f"{part} is missing: it is one of the {count} parts of a GGUF")
+            raise DocumentError(f"{part} is missing: it is one of the {count} parts of a GGUF")
     return parts
 
 
 def _cached(parts: tuple[Path, ...], kind: str) -> Path:
-    """Return the place of something made of a GGUF. Raises OSError, GgufError."""
+    """Return the place of something made of a GGUF. Raises OSError, DocumentError."""
     try:
         made_of = [version("gguf"), version("transformers")]
     except PackageNotFoundError:
-        raise environment_error(GgufError(f"{parts[0]} is a GGUF file: pip install 'zinfer[engines,gguf]'")) from None
+        fault = DocumentError(f"{parts[0]} is a GGUF file: pip install 'zinfer[engines,gguf]'")
+        raise environment_error(fault) from None
     for part in parts:
         status = part.stat()
         made_of += [str(part.resolve()), str([status.st_size, status.st_ino, status.st_mtime_ns])]
@@ -124,7 +121,7 @@ def _cached(parts: tuple[Path, ...], kind: str) -> Path:
 
 
 def read(parts: tuple[Path, ...]) -> Gguf:
-    """Return the content of a GGUF. Raises GgufError for types and architectures that are not read, and OSError."""
+    """Return the content of a GGUF. Raises DocumentError for types and architectures that are not read, and OSError."""
     cache = _cached(parts, ".json")
     with suppress(OSError, ValueError):
         return Gguf.model_validate_json(read_bytes(cache))
@@ -133,11 +130,11 @@ def read(parts: tuple[Path, ...]) -> Gguf:
         _read_part(number, part, fields, tensors)
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or not tensors:
-        raise GgufError(f"{parts[0]} is no GGUF of a language model: it names no architecture, or holds no tensors")
+        raise DocumentError(f"{parts[0]} is no GGUF of a language model: it names no architecture, or holds no tensors")
     for name, place in tensors.items():
         if place.type not in {*VALUES, *BLOCKS}:
             known = ", ".join((*BLOCKS, *VALUES))
-            raise GgufError(f"{parts[place.part]} holds {name} as {place.type}: zinfer reads {known}")
+            raise DocumentError(f"{parts[place.part]} holds {name} as {place.type}: zinfer reads {known}")
     config = _config(parts[0], architecture, fields, tensors)
     result = Gguf(architecture=architecture, config=config, tensors=tensors)
     with suppress(OSError):  # without the file it is parsed again next time
@@ -166,17 +163,17 @@ def _read_part(number: int, part: Path, fields: dict[str, Any], tensors: dict[st
     except OSError:
         raise
     except Exception as error:  # the library raises many kinds
-        raise GgufError(f"{part} is damaged or cut off ({error_line(error)[:120]}): copy it again") from None
+        raise DocumentError(f"{part} is damaged or cut off ({error_line(error)[:120]}): copy it again") from None
 
 
 def _config(file: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Place]) -> dict[str, Any]:
-    """Return the configuration. Raises GgufError for an architecture that is not read."""
+    """Return the configuration. Raises DocumentError for an architecture that is not read."""
     from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
     maps = {name: name.replace("-", "_").replace("moe", "_moe") for name in ARCHITECTURES}  # names in transformers
     maps = {name: mapped for name, mapped in maps.items() if mapped in GGUF_CONFIG_MAPPING}
     if architecture not in maps:
-        raise GgufError(
+        raise DocumentError(
             f"{file} is a GGUF of the architecture {architecture[:80]!r}; with transformers {version('transformers')} "
             f"zinfer reads {', '.join(maps)}"
         )
@@ -210,7 +207,7 @@ def _config(file: Path, architecture: str, fields: Mapping[str, Any], tensors: M
     if (scaling := _scaling(file, field, kind, theta, width, fields.get(ROTATION))) is not None:
         config["rope_scaling"] = scaling
     if factors := next(filter(_FACTORS.fullmatch, tensors), None):
-        raise GgufError(f"{file} holds {factors}: transformers takes no factors of positions from a GGUF")
+        raise DocumentError(f"{file} holds {factors}: transformers takes no factors of positions from a GGUF")
     config["dtype"] = _dtype(tensors)
     return config
 
@@ -218,17 +215,17 @@ def _config(file: Path, architecture: str, fields: Mapping[str, Any], tensors: M
 def _scaling(
     file: Path, field: Callable[[str], Any], kind: str, theta: float, width: int, rotation: Any
 ) -> dict[str, Any] | None:
-    """Return how positions are stretched, as `rope_scaling`. Raises GgufError for an unknown way."""
+    """Return how positions are stretched, as `rope_scaling`. Raises DocumentError for an unknown way."""
     if rotation is not None and max(rotation) != 1:
         if not _is_llama3(rotation, theta, width):
-            raise GgufError(f"{file} holds {ROTATION} with other factors than those of Llama 3")
+            raise DocumentError(f"{file} holds {ROTATION} with other factors than those of Llama 3")
         return {"rope_type": "llama3", "factor": float(max(rotation)), "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
     method = field("rope.scaling.type")
     if method in (None, "none"):
         return None
     if method not in ("linear", "yarn"):
-        raise GgufError(f"{file} stretches positions by {method!r}; zinfer reads linear and yarn from a GGUF")
+        raise DocumentError(f"{file} stretches positions by {method!r}; zinfer reads linear and yarn from a GGUF")
     scaling = {"rope_type": method}
     for name, key in _SCALINGS.items():
         if field(f"rope.scaling.{name}") is not None:
@@ -256,7 +253,7 @@ def _dtype(tensors: Mapping[str, Place]) -> str:
 def tokenizer(parts: tuple[Path, ...]) -> Path:
     """Return a folder with the tokenizer of a GGUF.
 
-    transformers makes it, once, in the user's cache. Raises GgufError where transformers cannot make it, and OSError.
+    transformers makes it, once, in the user's cache. Raises DocumentError where it cannot be made, and OSError.
     """
     folder = _cached(parts, "-tokenizer")
     if (folder / "generation_config.json").is_file():
@@ -281,7 +278,7 @@ def tokenizer(parts: tuple[Path, ...]) -> Path:
             hf.save_pretrained(made.path)
         except Exception as error:
             reason = error_line(error)[:160]
-            raise GgufError(f"{parts[0]}: transformers cannot make its tokenizer ({reason})") from None
+            raise DocumentError(f"{parts[0]}: transformers cannot make its tokenizer ({reason})") from None
         named = made.path / "tokenizer_config.json"
         settings = json.loads(named.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # just tokenizer.json
         named.write_text(json.dumps(settings))
@@ -289,5 +286,5 @@ def tokenizer(parts: tuple[Path, ...]) -> Path:
         with suppress(OSError):  # another process was faster
             made.path.rename(folder)
         if not folder.is_dir():
-            raise GgufError(f"{folder} cannot be written: it is for the tokenizer of {parts[0]}")
+            raise DocumentError(f"{folder} cannot be written: it is for the tokenizer of {parts[0]}")
     return folder

@@ -190,7 +190,7 @@ def _refusing(path: Path, why: str = "the checkpoint is not complete") -> Iterat
         yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
-    except (DocumentError, gguf.GgufError) as error:
+    except DocumentError as error:
         raise error.converted(CheckpointError) from None
     except OSError as error:
         raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror or error}")) from None

@@ -169,7 +169,7 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
 def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (DocumentError, gguf.GgufError) as error:
+    except DocumentError as error:
         raise error.converted(ModelError) from None
     except OSError as error:
         raise ModelError(f"the tokenizer of {directory} cannot be read: {error.strerror or error}") from None

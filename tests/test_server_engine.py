@@ -17,10 +17,11 @@ from tests import PATIENCE_S, Checkpoints, Patch, wait
 from tests.command import python, started, zinfer
 from tests.inline import SPEC
 from zinfer.core.case import Case, Workload
+from zinfer.core.engine import OptionError
 from zinfer.engine import EngineError, kind
 from zinfer.engine.server import preset
 from zinfer.engine.server.completions import token_times
-from zinfer.engine.server.preset import Preset, PresetError
+from zinfer.engine.server.preset import Preset
 from zinfer.engine.server.process import Address, free_port
 from zinfer.job.recipe import engine_recipe
 from zinfer.record.store import read
@@ -76,9 +77,9 @@ def test_a_preset_refuses_what_it_cannot_do() -> None:
     assert "no placeholder" in str(server.why_not(case(offload="cpu", gpu_weights="25%")))
     assert "whole models" in str(server.why_not(case(layers=2)))
     vllm: Any = preset.read("vllm")
-    with pytest.raises(PresetError, match=r"a checkpoint on disk: give --model FOLDER, or -O file=FILE"):
+    with pytest.raises(OptionError, match=r"a checkpoint on disk: give --model FOLDER, or -O file=FILE"):
         vllm.command_line(case(), SPEC, case().workload, 1)
-    with pytest.raises(PresetError, match=r"args=--x '.*No closing quotation"):
+    with pytest.raises(OptionError, match=r"args=--x '.*No closing quotation"):
         vllm.command_line(case(options=(("args", "--x '"), ("file", "f"))), SPEC, case().workload, 1)
 
 

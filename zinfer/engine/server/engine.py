@@ -13,7 +13,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.engine.server.preset import Preset, PresetError, read
+from zinfer.engine.server.preset import Preset, read
 from zinfer.engine.server.process import Address, MemoryWatch, ServerDied, ServerProcess, free_port, wait_ready
 from zinfer.plan.planner import Plan
 
@@ -47,16 +47,13 @@ class Server(Engine[MicroBatch]):
             raise
 
     def prepare(self, workload: Workload) -> None:
-        """Have a ready server for `workload`. Raises EngineError, ServerDied."""
+        """Have a ready server for `workload`. Raises EngineError, OptionError, ServerDied."""
         case = self.plan.case
         if self.options.url:
             self.address = Address.of(self.options.url)
         else:
             address = Address(*self._port.getsockname())
-            try:
-                words = self.preset.command_line(case, self.plan.model, workload, address.port)
-            except PresetError as error:
-                raise error.converted(EngineError) from None
+            words = self.preset.command_line(case, self.plan.model, workload, address.port)
             if self._server is not None and self._server.alive and tuple(words) == self.command:
                 return
             self._end()

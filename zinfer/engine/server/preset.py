@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from zinfer.core.case import Case, Workload, resident_bytes
-from zinfer.core.engine import ServerOptions, read_options
-from zinfer.core.errors import ZinferError
+from zinfer.core.engine import OptionError, ServerOptions, read_options
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 from zinfer.system import documents
@@ -36,10 +35,6 @@ PLACEHOLDERS = {
     "offload": "arguments of the offload, then those of option `args`",
 }
 _SHARES = {"host_gib", "host_layers", "gpu_layers"}
-
-
-class PresetError(ZinferError):
-    """Preset that cannot do what is asked."""
 
 
 def _fields(template: str) -> set[str]:
@@ -97,7 +92,7 @@ class Preset(Frozen):
         return None
 
     def command_line(self, case: Case, model: ModelSpec, workload: Workload, port: int) -> list[str]:
-        """Return the words that start the server for `workload`."""
+        """Return the words that start the server for `workload`. Raises OptionError."""
         settings = read_options(case.engine, case.options)
         assert isinstance(settings, ServerOptions)
         streamed = round(model.streamed_bytes * model.stored_ratio)
@@ -108,7 +103,7 @@ class Preset(Frozen):
         if file is None and dummy and Path(case.model).is_dir():
             file = case.model  # a folder without weights: the server makes them
         if file is None and "model" in _fields(self.command):
-            raise PresetError(f"{case.engine} needs a checkpoint on disk: give --model FOLDER, or -O file=FILE")
+            raise OptionError(f"{case.engine} needs a checkpoint on disk: give --model FOLDER, or -O file=FILE")
         values: dict[str, Any] = {
             "model": file,
             "port": port,
@@ -125,7 +120,7 @@ class Preset(Frozen):
         try:
             more = shlex.split(settings.args)
         except ValueError as error:
-            raise PresetError(f"args={settings.args[:60]}: {error}") from None
+            raise OptionError(f"args={settings.args[:60]}: {error}") from None
         words = []
         for word in shlex.split(self.command):
             if word == "{offload}":

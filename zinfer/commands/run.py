@@ -475,7 +475,7 @@ def _sampling(how: dict[str, Any], form: Form) -> Sampling:
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin. Raises UsageError, DocumentError, TextError."""
+    """Return the prompts of the options, of the file, or of stdin. Raises UsageError, DocumentError, ZinferError."""
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":

@@ -30,10 +30,6 @@ _CURSOR = re.compile(r"[\r\n]*(?:\x1b\[A)*")  # a write of nothing else moves th
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class TextError(ZinferError):
-    """Bytes of the command line or of stdin that are no text; the message says where."""
-
-
 def printable(text: str) -> str:
     """Return `text` with its harmful characters written as JSON writes them; tabs and newlines stay."""
     return text if text.isascii() and text.isprintable() else _HARMFUL.sub(_escaped, text)
@@ -132,15 +128,15 @@ def guarded() -> Iterator[None]:
 
 
 def text_lines(stream: TextIO, name: str) -> Iterator[str]:
-    """Yield the lines of a text stream; `name` is for messages. Raises TextError for a line that is not UTF-8."""
+    """Yield the lines of a text stream; `name` is for messages. Raises ZinferError for a line that is not UTF-8."""
     for number, line in enumerate(iter(stream.readline, ""), 1):
         if _SURROGATE.search(line):
-            raise TextError(f"line {number} of {name} is not UTF-8 text")
+            raise ZinferError(f"line {number} of {name} is not UTF-8 text")
         yield line
 
 
 def refuse_surrogates(arguments: Iterable[str]) -> None:
-    """Raise TextError for an argument that is not UTF-8."""
+    """Raise ZinferError for an argument that is not UTF-8."""
     for argument in arguments:
         if _SURROGATE.search(argument):
-            raise TextError(f"the argument '{argument[:80]}' is not UTF-8 text")
+            raise ZinferError(f"the argument '{argument[:80]}' is not UTF-8 text")

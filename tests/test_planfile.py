@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from zinfer.checkpoint.resolve import resolve
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
-from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
+from zinfer.engine.tensorrt.build import COPIES, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
 from zinfer.system import atomic
@@ -125,7 +126,7 @@ def test_a_spoilt_plan_is_refused(
 @pytest.mark.parametrize("during", ["loading weights", "building engine"])
 def test_a_cancelled_build_leaves_nothing(library: Library, spec: ModelSpec, key: PlanKey, during: str) -> None:
     stages: list[str] = []
-    with pytest.raises(Cancelled):
+    with pytest.raises(CancelledError):
         build(library, key, spec, PLANS / "x.plan", lambda stage, _: stages.append(stage), lambda: during in stages)
     assert stages[-1] == during or during == "building engine"
     assert list(PLANS.iterdir()) == []

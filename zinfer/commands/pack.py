@@ -1,5 +1,6 @@
 """`zinfer pack`: write packed layers, a quantised copy, or a TensorRT plan."""
 
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _device() -> Any:
 def _plan(output: Path | None, how: dict[str, Any]) -> Path:
     """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
     from zinfer.engine.tensorrt import planfile
-    from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
+    from zinfer.engine.tensorrt.build import build, peak_host_bytes, plan_key
     from zinfer.engine.tensorrt.library import find_library
 
     tensorrt = find_library()
@@ -140,7 +141,7 @@ def _plan(output: Path | None, how: dict[str, Any]) -> Path:
             stopped, free = lambda: signals.pending is not None, host_bytes()
             level, nan = planfile.LEVEL if how["level"] is None else how["level"], bool(how["allow_nan"])
             file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, nan, level)
-        except Cancelled:
+        except CancelledError:
             watch.message("interrupted; nothing is left behind")
             raise SystemExit(128 + (signals.pending or 0)) from None
         except (MemoryError, OSError, RuntimeError) as error:  # torch's OutOfMemoryError among them

@@ -6,7 +6,7 @@ Whoever reads one waits for it, and gets the exception of a failed load: no pass
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from typing import Generic, TypeVar
 
@@ -16,10 +16,6 @@ from zinfer.core.progress import Progress
 
 Item = TypeVar("Item")
 Publish = Callable[[int, Item], None]  # gets each item, by number, once all of it is in place
-
-
-class _StoppedError(Exception):
-    """Raised in a load that is to end."""
 
 
 class Late(Generic[Item]):
@@ -93,5 +89,5 @@ class Late(Generic[Item]):
 
     def _report(self, stage: str, share: float) -> None:
         if self._stopping:
-            raise _StoppedError
+            raise CancelledError
         self._progress(stage, share)

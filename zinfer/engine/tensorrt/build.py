@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,10 +36,6 @@ from zinfer.system import atomic
 CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights
 COPIES = 2  # copies of the weights that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
 WORKING_BYTES = 3 << 30  # host memory of the process and of the library, besides the weights
-
-
-class Cancelled(Exception):
-    """Raised when a build is cancelled."""
 
 
 def plan_key(
@@ -74,7 +71,7 @@ def build(
     """Build the plan of `key` into `path`, which appears when whole. A higher `level` (0 to 5) tries more kernels.
     Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
     (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
-    Cancelled. No plan is left behind after an error."""
+    CancelledError. No plan is left behind after an error."""
     if spec.dtype == "float32" and spec.streamed_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
     if host_bytes is not None and (peak := peak_host_bytes(library, spec)) > host_bytes:
@@ -95,7 +92,7 @@ def build(
 
     def loading(what: str, share: float) -> None:
         if cancelled():
-            raise Cancelled
+            raise CancelledError
         progress(what, share)
 
     with _weights(state, path.parent, loading) as tensors:
@@ -111,7 +108,7 @@ def build(
         with atomic.writing(path) as stream:
             built = _serialise(library, builder, network, config, stream)
             if cancelled():
-                raise Cancelled
+                raise CancelledError
             if not built:
                 raise messages.failure(f"{library.name} could not build {path.name}")
         weight_bytes = sum(tensor.nbytes for tensor in tensors.values())

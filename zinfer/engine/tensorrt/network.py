@@ -326,5 +326,4 @@ def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node
     return rotate
 
 
-Body = Callable[[Net, Node, PreTrainedModel, ModelSpec, int], Node]
-BODIES: dict[str, Body] = {"bloom": _bloom, "llama": _llama, "mistral": _llama, "qwen2": _llama}
+BODIES = {"bloom": _bloom, "llama": _llama, "mistral": _llama, "qwen2": _llama}

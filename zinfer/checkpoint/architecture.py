@@ -120,8 +120,9 @@ def _shape(
         sizes = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
         routed_weights = {id(weight) for module in experts for weight in module.parameters()}
         cache = seen.cache(longer)
-        if not cache["kv_width"]:
-            cache["window"] = _window(layer)
+        if not cache["kv_width"]:  # it may attend to another layer's cache
+            windows = (getattr(module, "sliding_window", None) for module in layer.modules())
+            cache["window"] = next((size for size in windows if isinstance(size, int)), None)
         part = LayerSpec(
             parameters=sum(sizes.values()),
             expert_parameters=sum(size for weight, size in sizes.items() if weight in routed_weights),
@@ -220,12 +221,6 @@ def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _window(layer: nn.Module) -> int | None:
-    """Return the window of a layer that attends to another layer's cache."""
-    sizes = [getattr(module, "sliding_window", None) for module in layer.modules()]
-    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:

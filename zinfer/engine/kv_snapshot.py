@@ -8,7 +8,6 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from zinfer.engine.pinned import PinnedArena, lay_out
 
@@ -51,11 +50,6 @@ class KVSnapshot:
         part.length = min(length, self.length)
         return part
 
-    def on_device(self, name: str, device: torch.device) -> Tensor:
-        """Copy keys or values ``[1, kv_heads, length, head_dim]`` to `device`."""
-        # Copied whole, which the link does at its full rate, and cut there.
-        return self.states[name].to(device, non_blocking=True)[:, :, : self.length]
-
     def close(self) -> None:
         """Free the memory, once no copy from it is under way."""
         if self._arena.pinned:
@@ -90,7 +84,9 @@ class RowsPast:
                 states = torch.zeros((len(self.rows), heads, self.length, size), dtype=dtype, device=device)
                 for row, (parts, pad) in enumerate(self.rows):
                     for part in parts:
-                        begin = pad + part.first
-                        states[row, :, begin : begin + part.length] = part.on_device(name, device)[0]
+                        held, begin = part.states[name], pad + part.first
+                        place = slice(begin, begin + part.length)
+                        # Copied whole, which the link does at its full rate, and cut there.
+                        states[row, :, place] = held.to(device, non_blocking=True)[0, :, : part.length]
                 both.append(states)
             layer.update(*both)

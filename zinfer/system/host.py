@@ -26,24 +26,16 @@ def gpus() -> list[dict[str, Any]]:
     """Return the GPUs that this process may use: name, memory, driver, PCIe and power, by NVML."""
     if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
-    with _nvml() as nvml:
-        return [] if nvml is None else [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """Yield NVML, or None without a driver. It is closed: open, it would not work in forks."""
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception:
-        yield None
-        return
+    except Exception:  # there is no driver
+        return []
     try:
-        yield nvml
+        return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
     finally:
-        nvml.nvmlShutdown()
+        nvml.nvmlShutdown()  # open, it would not work in forks
 
 
 def _visible(nvml: Any) -> list[Any]:

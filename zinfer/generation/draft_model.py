@@ -6,9 +6,9 @@ will be: so both draw the same one often.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -53,9 +53,10 @@ class ModelDrafter:
         last = self._spec.max_position or 1 << 30
         counts = {key: count for key, count in counts.items() if 1 < rows[key].length <= last - count}
         known_ids = {key: rows[key].known_ids for key in counts}
-        drafts: dict[int, list[int]] = {}
-        if counts:
-            with self._guarded():
+        if not counts:
+            return {}
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._drop_rejected(known_ids)
                 self._begin({key: ids[:-1] for key, ids in known_ids.items()})
                 self._join()
@@ -63,8 +64,15 @@ class ModelDrafter:
                     self._stream.synchronize()
                 began = time.monotonic()
                 drafts = self._run(rows, known_ids, counts)
-                seconds = (time.monotonic() - began) / max(counts.values())
-                self._recent = [*self._recent[1 - tuning.DRAFTS.recent_rounds :], seconds]
+        except (torch.OutOfMemoryError, MemoryError):  # all rows are forgotten, and have no drafts for now
+            self._clear()
+            return {}
+        except BaseException:
+            with suppress(Exception):
+                self._clear()
+            raise
+        seconds = (time.monotonic() - began) / max(counts.values())
+        self._recent = [*self._recent[1 - tuning.DRAFTS.recent_rounds :], seconds]
         return drafts
 
     def discard(self, key: int) -> None:
@@ -73,19 +81,6 @@ class ModelDrafter:
                 keys[:] = [None if other == key else other for other in keys]
         if self._parts and not self._computed:
             self._clear()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Work on the stream of its own; without memory for it all rows are forgotten, and have no drafts for now."""
-        try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
-                yield
-        except (torch.OutOfMemoryError, MemoryError):
-            self._clear()
-        except BaseException:
-            with suppress(Exception):
-                self._clear()
-            raise
 
     def _clear(self) -> None:
         self._parts, self._computed, self._ahead = [], {}, {}

@@ -131,21 +131,18 @@ def follow(descriptor: int, orders: int, answers: int) -> None:
             return
         try:
             group.agree()
-            _serve(group, member)
+            while True:  # nothing here keeps an error: its traceback holds what the failed pass held
+                group.answer(_obeyed(member, group.receive()))
         finally:
             member.close()
 
 
-def _serve(group: Follower, member: Member[Any]) -> None:
-    while True:
-        order = group.receive()
-        try:
-            answer = member.obey(*order)
-        except Exception as error:
-            group.answer(error)
-            del error  # its traceback holds what the failed pass held
-            continue
-        group.answer(answer)
+def _obeyed(member: Member[Any], order: Sequence[Any]) -> Any:
+    """Return a member's answer to an order, or its exception."""
+    try:
+        return member.obey(*order)
+    except Exception as error:
+        return error
 
 
 class TeamBatch(MicroBatch):
@@ -211,18 +208,13 @@ class Team(Engine[TeamBatch], Generic[E]):
         """Have each rank obey its order (a name, values). Raises the first exception once all have answered."""
         assert self._member is not None
         self._group.order(orders[1:])
-        failed: Exception | None = None
-        answer: Any = None
-        try:
-            answer = self._member.obey(*orders[0])
-        except Exception as error:
-            failed = error
+        answer = _obeyed(self._member, orders[0])
         try:
             others = self._group.answers()
         except Exception as error:
-            raise (failed or error) from None
-        if failed is not None:
-            raise failed
+            raise (answer if isinstance(answer, Exception) else error) from None
+        if isinstance(answer, Exception):
+            raise answer
         return [answer, *others]
 
     def _all(self, name: str, *values: Any) -> list[Any]:

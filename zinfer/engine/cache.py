@@ -270,7 +270,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
         """Fill all rows with the last positions of `blocks`, from `stored`. What they lack is padding."""
         first = blocks[0]
-        self._allocate_memory(first[0], first[len(first) // 2], dtype)
+        self.lazy_initialization(first[0], first[len(first) // 2], dtype)
         count = self.slots.begin(length)
         row = 0
         for block in blocks:
@@ -302,16 +302,13 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         first = self.slots.first(length)
         return length - first + count, first
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self._allocate_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
-
-    def _allocate_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        self.dtype, self.device = dtype, keys.device
-        specs = self._specs(keys, values)
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, dtype: torch.dtype | None = None) -> None:
+        self.dtype, self.device = dtype or key_states.dtype, key_states.device
+        specs = self._specs(key_states, value_states)
         spare, self.spare = self.spare, None
         if spare is None or specs != [(memory.shape, memory.dtype) for memory in spare]:
             del spare
-            spare = self._allocate(specs, keys.device)
+            spare = self._allocate(specs, self.device)
         self.memories, self.is_initialized = [*spare], True
 
     def _specs(self, *states: Tensor) -> list[TensorSpec]:

@@ -19,7 +19,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,23 +40,15 @@ from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PA
 ENTRY = """import sys; from zinfer.system.ending import with_parent; with_parent()
 from zinfer.engine.team import follow; follow(*map(int, sys.argv[1:]))"""  # of a follower: socket, orders, answers
 COMMAND = (sys.executable, "-c", ENTRY)
+# Seconds to wait; chosen with room for slow hosts, not measured.
+GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
+END_S = 20.0  # for a follower to end in order
+LOST_S = 10.0  # for the thread that watches a follower to notice its end
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing for one host.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 # Its name from torch 2.13 on, and the earlier one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Seconds to wait; chosen with room for slow hosts, not measured."""
-
-    gather: float = 600.0  # for all ranks to take part in a gather, or to start
-    end: float = 20.0  # for a follower to end in order
-    lost: float = 10.0  # for the thread that watches a follower to notice its end
-
-
-WAITS = Waits()
 
 
 class SharedTensors:
@@ -171,7 +162,7 @@ class Group(ABC):
                 store=FileStore(self._store, self.size),
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=WAITS.gather),
+                timeout=timedelta(seconds=GATHER_S),
                 device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
             )
         self._joined = True
@@ -216,7 +207,7 @@ def _losses() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _exit_code(error) not in MEMORY_CODES:
-            time.sleep(WAITS.lost)
+            time.sleep(LOST_S)
         raise
 
 
@@ -333,7 +324,7 @@ class Leader(Group):
         return answers
 
     def _lost(self) -> NoReturn:
-        time.sleep(WAITS.lost)  # the watching thread ends this process
+        time.sleep(LOST_S)  # the watching thread ends this process
         raise EngineError("a process of another GPU ended")
 
     def dismiss(self) -> None:
@@ -347,7 +338,7 @@ class Leader(Group):
         """Let the followers end in order; kill the rest. Safe to call twice."""
         self.dismiss()
         self.leave()
-        deadline = time.monotonic() + WAITS.end
+        deadline = time.monotonic() + END_S
         for process in self._processes:
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -6,7 +6,6 @@ same as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights o
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
 from typing import NamedTuple
@@ -24,19 +23,12 @@ from zinfer.core.model import ModelSpec, Weights
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
 from zinfer.engine.read import DTYPES
 
-
-@dataclass(frozen=True)
-class _Random:
-    """Numbers of random codes and scales, chosen to resemble released weights."""
-
-    pool: int = 1 << 22  # random codes that all matrices are made of
-    block: int = 1024  # bytes of the pool that stay together; their order is random
-    spread: float = 0.1  # share by which scales differ, up and down, as in real weights
-    many: int = 64  # scales of a matrix from which on they differ
-    middle: float = 16.0  # scale that is stored in 8 bits beside a factor for all of them
-
-
-RANDOM = _Random()
+# Random codes and scales, chosen to resemble released weights
+POOL = 1 << 22  # random codes that all matrices are made of
+BLOCK = 1024  # bytes of the pool that stay together; their order is random
+SPREAD = 0.1  # share by which scales differ, up and down, as in real weights
+MANY = 64  # scales of a matrix from which on they differ
+MIDDLE = 16.0  # scale that is stored in 8 bits beside a factor for all of them
 # Largest code of a table over the standard deviation of the weights that it stands for, as rounding real weights in
 # groups of about a hundred values, or whole rows, makes it.
 REACH = {"middle4": 2.6, "e2m1": 2.6, "int8": 4.5, "middle8": 4.5, "e4m3": 4.5, "e5m2": 4.5}
@@ -148,9 +140,9 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
         if role == "codes":
             parts[role] = _filled(pool, header.nbytes, generator).view(dtype).view(shape)
         elif role == "scales":
-            parts[role] = _scales(dtype, shape, RANDOM.middle if "global" in headers else scale, generator)
+            parts[role] = _scales(dtype, shape, MIDDLE if "global" in headers else scale, generator)
         elif role == "global":  # scales in 8 bits are divided by it; ModelOpt's are multiplied
-            factor = RANDOM.middle / scale
+            factor = MIDDLE / scale
             value = 1 / factor if weight.format.startswith("modelopt") else factor
             parts[role] = torch.full(shape, value, dtype=dtype, device=device)
         elif role == "order":
@@ -167,19 +159,19 @@ def _pool(name: str, scale: float, device: torch.device) -> tuple[Tensor, float]
     order = numbers.nan_to_num(float("inf"), float("inf"), float("inf")).argsort(stable=True)
     values = numbers[order][: int(numbers.isfinite().sum())]
     dice = torch.Generator(device).manual_seed(0)
-    normal = torch.randn(RANDOM.pool, generator=dice, device=device) / scale
+    normal = torch.randn(POOL, generator=dice, device=device) / scale
     nearest = torch.bucketize(normal, (values[1:] + values[:-1]) / 2)
     codes = order[nearest].to(torch.uint8)
     std = float(values[nearest].std())
     if len(numbers) == 16:
         codes = codes[0::2] | codes[1::2] << 4
-    return codes.view(torch.int64).view(-1, RANDOM.block // 8), std
+    return codes.view(torch.int64).view(-1, BLOCK // 8), std
 
 
 def _filled(pool: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return `size` bytes: blocks of the pool in random order."""
     device = generator.device
-    order = torch.randint(len(pool), (ceil(size / RANDOM.block),), generator=generator, device=device)
+    order = torch.randint(len(pool), (ceil(size / BLOCK),), generator=generator, device=device)
     return pool.index_select(0, order).view(-1).view(torch.uint8)[:size]
 
 
@@ -188,7 +180,7 @@ def _scales(dtype: torch.dtype, shape: tuple[int, ...], scale: float, generator:
     if dtype in POWERS:
         exponent = torch.full(shape, 127 + round(log2(scale)), dtype=torch.uint8, device=device)
         return exponent if dtype == torch.uint8 else exponent.view(dtype)
-    part = RANDOM.spread if prod(shape) >= RANDOM.many else 0.0
+    part = SPREAD if prod(shape) >= MANY else 0.0
     spread = torch.empty(shape, device=device).uniform_(1 - part, 1 + part, generator=generator)
     return (spread * scale).to(dtype)
 

@@ -5,7 +5,6 @@ besides. A pass that fails in one rank ends all processes.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,12 +15,7 @@ from zinfer.engine.deepspeed import DeepSpeed
 from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch
 from zinfer.plan.planner import Plan
 
-
-class Share(NamedTuple):
-    """Part of a work that a rank computes, and every rank's passes."""
-
-    work: RankWork | None
-    passes: int
+Share = tuple[RankWork | None, int]  # part of a work that a rank computes, and every rank's passes
 
 
 class DeepSpeedMember(Member[DeepSpeed]):
@@ -66,5 +60,5 @@ class DeepSpeedTeam(Team[DeepSpeed]):
             max_rows = max(len(work.batch.rows_of(rank)) for rank in work.batch.lengths)
             passes = self._engine.passes_of(max_rows, count)
             for share, computed in zip(shares, super().orders([work]), strict=True):
-                share.append(Share(computed[0] if computed else None, passes))
+                share.append((computed[0] if computed else None, passes))
         return shares

@@ -55,8 +55,7 @@ class Accelerate(Decoder[DecoderBatch]):
             self._opened.callback(self._arena.close)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
-            folder = offload_folder(self.plan.nvme_path)
-            self._opened.callback(folder.cleanup)
+            folder = self._opened.enter_context(offload_folder(self.plan.nvme_path))
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in host:

@@ -91,8 +91,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
             if case.offload != "none" and entry.is_parameter and (entry.layer is not None or not self.options.tuned)
         }
         if case.offload == "nvme":
-            self._folder = offload_folder(self.plan.nvme_path)
-            self._opened.callback(self._folder.cleanup)
+            self._folder = self._opened.enter_context(offload_folder(self.plan.nvme_path))
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         if case.offload == "cpu" and self.options.pin_memory:

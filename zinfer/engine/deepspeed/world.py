@@ -7,7 +7,7 @@ functions (0.19, `inference/quantization/{layers,utils}.py`), and each linear mo
 import logging
 import os
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,11 +96,8 @@ class Partition:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        with ExitStack() as undo:
-            if self._arena is not None:
-                accelerator: Any = get_accelerator()
-                accelerator.pin_memory = self._pinned  # hides the method of its class
-                undo.callback(delattr, accelerator, "pin_memory")
+        pinned = patch.object(get_accelerator(), "pin_memory", self._pinned)
+        with nullcontext() if self._arena is None else pinned:
             if self._first is not None:
                 self._first.convert_to_zero_parameters([parameter])
                 return

@@ -8,8 +8,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import Dtype
 from zinfer.core.value import Frozen
@@ -94,7 +92,7 @@ def read(path: Path) -> PlanFile:
         raise EngineError(f"no plan file {path}")
     try:
         return PlanFile.model_validate({**read_object(description), "path": path})
-    except (ValidationError, ValueError, OSError, TypeError):
+    except (ValueError, OSError):
         raise EngineError(f"{description} is missing, or does not describe a plan; build it again") from None
 
 

@@ -11,6 +11,7 @@ from inspect import signature
 from itertools import count
 from math import ceil
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -306,13 +307,8 @@ def building() -> Iterator[None]:
         if next(numbers) > MAX_MODULES:
             raise ModelError(f"its config.json describes more than {MAX_MODULES:,} modules")
 
-    hook = register_module_module_registration_hook(counted)
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
-    try:
+    with register_module_module_registration_hook(counted), patch.object(constants, "HF_HUB_OFFLINE", True):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-        hook.remove()
 
 
 @contextmanager

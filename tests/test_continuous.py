@@ -131,7 +131,7 @@ def come_and_go(engine: Engine, count: int = 14) -> tuple[list[sequence.Sequence
 
 def check(engine: Engine, rows: list[sequence.Sequence], limits: list[int]) -> None:
     for row, limit in zip(rows, limits, strict=True):
-        assert (row.error, row.finish_reason) == (None, "length")
+        assert (row.failure, row.finish_reason) == (None, "length")
         assert row.output_ids == greedy(engine, row.prompt_ids, limit), row.key
 
 

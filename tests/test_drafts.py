@@ -67,7 +67,7 @@ def drafting(engine: Engine, patch: Patch, expected: Answers, wrong: float, **se
 
 def check(rows: Sequence[sequence.Sequence], expected: Answers) -> None:
     for row in rows:
-        assert (row.error, row.finish_reason) == (None, "length")
+        assert (row.failure, row.finish_reason) == (None, "length")
         assert row.output_ids == expected[row.key][1], row.key
 
 

@@ -111,7 +111,7 @@ def test_answers_to_random_schemas_validate(
         texts = [text for schema in schemas for text in (by_schema(schema), "")][:15]
         rows = rows_of(texts, start, **sampling)
         finish(rows[:4], rows[4:])
-        assert [row.error for row in rows] == [None] * 15
+        assert [row.failure for row in rows] == [None] * 15
         for row in rows:
             if row.sampling.grammar and row.finish_reason == "stop":
                 jsonschema.validate(json.loads(row.text), schemas[row.key // 2])
@@ -129,7 +129,7 @@ def test_drafts_do_not_change_what_a_grammar_permits(
     dice = random.Random(2)
     texts = [by_schema(structured.schema(dice)) if number % 3 else "" for number in range(9)]
     alone = finish(rows_of(texts, 1))
-    assert all(row.error is None for row in alone)
+    assert all(row.failure is None for row in alone)
     expected = {row.key: (list(row.prompt_ids), [*row.output_ids, 0, 0]) for row in alone}
     running = drafting(engine, monkeypatch, expected, 0.3)
     running._tokenizer = tokenizer
@@ -169,11 +169,12 @@ def test_a_faulty_grammar_ends_its_own_row_alone(fault: str, message: str, finis
     faulty = by_schema(CITY) if fault != "wrong" else json.dumps({"grammars": [structure.regex("(")]})
     texts = [faulty, "", *[by_schema(CITY)] * (fault == "wrong")]
     rows = finish(rows_of(texts, 4))
-    assert message in str(rows[0].error)
-    assert [row.error for row in rows[1:]] == [None] * (len(rows) - 1)
+    assert rows[0].failure is not None
+    assert message in rows[0].failure.message
+    assert [row.failure for row in rows[1:]] == [None] * (len(rows) - 1)
     assert len(rows[1].output_ids) == 12
     if fault == "wrong":
-        assert rows[0].error_code == "invalid_grammar"
+        assert rows[0].failure.code == "invalid_grammar"
         assert json.loads(rows[2].text)["city"] in ("Oslo", "Rome")
 
 

@@ -44,7 +44,7 @@ def single(checkpoint: Checkpoints) -> Engine:
 def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None:
     """Compare rows' tokens with each row alone, up to its limit."""
     for row, limit in zip(rows, limits, strict=True):
-        assert (row.error, row.finish_reason) == (None, "length")
+        assert (row.failure, row.finish_reason) == (None, "length")
         assert row.output_ids == alone(engine, row.prompt_ids, limit), row.key
 
 

@@ -58,7 +58,7 @@ def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Check
     single = load("stream", checkpoint("bloom"), "none", Path())
     assert alone(single, prompt, 6) == alike
     for output, limit in zip(outputs, limits, strict=True):
-        assert (output.error, output.output_ids) == (None, alone(single, output.prompt_ids, limit)), output.key
+        assert (output.failure, output.output_ids) == (None, alone(single, output.prompt_ids, limit)), output.key
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ def come_and_go(engine: Engine, reference: Reference, drafts: bool = False, kept
             assert any(row.cached for row in rows)
         running.end()
     for row in rows:
-        if row.error is not None:
-            raise ValueError(f"row {row.key}: {row.error}")
+        if row.failure is not None:
+            raise ValueError(f"row {row.key}: {row.failure.message}")
     watch.errors[count:, SHORT:] = 0
     return watch.errors
 

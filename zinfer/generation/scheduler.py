@@ -16,7 +16,7 @@ from torch import Tensor
 from zinfer.core.case import Workload
 from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.errors import NotFiniteError
-from zinfer.core.request import GREEDY, Request
+from zinfer.core.request import GREEDY, Failure, Request
 from zinfer.engine import EngineError, gpu_memory
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
@@ -39,7 +39,7 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence, common
+from zinfer.generation.sequence import Sequence, common
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.plan.planner import Plan
@@ -97,7 +97,7 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
     """Add its next token to a sequence, which may end with it; `finite` tells whether its logits are numbers."""
     tokenizer = tokenizer.raw if sequence.special else tokenizer
     if not finite:
-        sequence.error = str(NotFiniteError())
+        sequence.failure = Failure("nan_output", str(NotFiniteError()))
     elif (token in tokenizer.ends and not sequence.ignore_eos) or token in sequence.sampling.stop_token_ids:
         sequence.finish_reason, sequence.text = "stop", tokenizer.decode(sequence.output_ids, sequence.before)
     else:
@@ -415,7 +415,7 @@ class ContinuousScheduler:
                 continue
             whole = not batch.has_gaps and (len(batch.rows) == 1 or count == 1 or not batch.running)
             for index, row in zip(batch.alive, batch.living, strict=True):
-                if row.error is not None:
+                if row.failure is not None:
                     continue
                 if (row.ended and whole) or not (batch.running or self._one_by_one):
                     tokens = (
@@ -579,7 +579,7 @@ def _fail(row: Sequence) -> bool:
     """End a row whose grammar has an error; tell whether it has."""
     if (why := _grammar(row).error) is None:
         return False
-    row.error, row.error_code = why, INVALID_GRAMMAR
+    row.failure = Failure("invalid_grammar", why, 400)
     return True
 
 

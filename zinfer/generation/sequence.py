@@ -4,14 +4,12 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from zinfer.core.request import Request
+from zinfer.core.request import Failure, Request
 from zinfer.generation import tuning
 from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, Tokenizer
 
 if TYPE_CHECKING:
     from zinfer.generation.sampling import LogitEdits, Score
-
-INVALID_GRAMMAR = "invalid_grammar"  # code of an error
 
 
 class RunningText:
@@ -61,13 +59,12 @@ def common(first: Several[object], second: Several[object]) -> int:
 class Sequence(Request):
     """Request under way: its prompt, sampling and stops, and its output so far. Once it has ended, `finish_reason` is
     ``stop`` (an end token, which is not part of `output_ids`, or one of the texts `stop`) or ``length`` and `text` its
-    output; or `error` says why it has none. `cached` counts the tokens of the prompt whose keys and values were kept.
+    output; or `failure` says why it has none. `cached` counts the tokens of the prompt whose keys and values were kept.
     `scores`, with `logprobs`, are of `output_ids` and of an end token, and with `echo` `prompt_scores` those of the
     prompt from its second token on; who reads them may take them out."""
 
     finish_reason: Literal["stop", "length"] | None = None
-    error: str | None = None
-    error_code: str = "nan_output"
+    failure: Failure | None = None
     text: str = ""
     cached: int = 0
     scores: "list[Score]" = field(default_factory=list)
@@ -92,7 +89,7 @@ class Sequence(Request):
 
     @property
     def ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or self.failure is not None
 
     @property
     def known_ids(self) -> list[int]:

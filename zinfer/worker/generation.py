@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
+from zinfer.core.request import EchoedPrompt, TokenScore, Update
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler
-from zinfer.generation.sequence import INVALID_GRAMMAR, Sequence
+from zinfer.generation.sequence import Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
@@ -62,15 +62,12 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
 def _update(session: Session, sequence: Sequence) -> Update:
     scores, sequence.scores = sequence.scores, []
     tokens, sequence.sent = sequence.output_ids[sequence.sent :], len(sequence.output_ids)
-    prompt = failure = None
+    prompt = None
     if sequence.echo:
         sequence.echo = False  # it goes out once
         text, first = session.tokenizer.decode(sequence.prompt_ids), session.token_text(sequence.prompt_ids[0])
         prompt = EchoedPrompt(text=text, first=first, scores=_token_scores(session, sequence.prompt_scores))
         sequence.prompt_scores = []
-    if sequence.error is not None:
-        status = 400 if sequence.error_code == INVALID_GRAMMAR else 500
-        failure = Failure(code=sequence.error_code, message=sequence.error, status=status)
     return Update(
         key=sequence.key,
         tokens=tokens,
@@ -78,7 +75,7 @@ def _update(session: Session, sequence: Sequence) -> Update:
         delta=sequence.new_text(session.tokenizer) if sequence.stream else "",
         prompt=prompt,
         scores=_token_scores(session, scores),
-        failure=failure,
+        failure=sequence.failure,
         finish_reason=sequence.finish_reason,
         cached=sequence.cached,
     )

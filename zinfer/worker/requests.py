@@ -185,7 +185,7 @@ def _run_timed(
             samples.busy_s += end - start
             if schedule.tally.computed > computed:
                 samples.pass_s.append(end)
-            if any(request.error is not None for request in touched):
+            if any(request.failure is not None for request in touched):
                 raise NotFiniteError
             for request in touched:
                 samples.tokens(request.key, running.gained[request.key])

@@ -14,8 +14,6 @@ from zinfer.engine.pinned import PinnedArena, lay_out
 if TYPE_CHECKING:  # transformers takes seconds to import, and every engine imports this
     from zinfer.engine.cache import FixedLayer
 
-HALVES = ("keys", "values")
-
 
 class KVSnapshot:
     """Keys and values of a row in all decoder layers. Each is ``[1, kv_heads, length, head_dim]``.
@@ -25,19 +23,16 @@ class KVSnapshot:
     """
 
     def __init__(self, layers: "Sequence[FixedLayer]", first: int, last: int, row: int, pad: int, pin: bool) -> None:
-        states = {
-            f"{index}.{half}": part[row : row + 1, :, pad + first : pad + last]
-            for index, layer in enumerate(layers)
-            for half, part in zip(HALVES, (layer.keys, layer.values), strict=True)
-        }
-        blocks, size = lay_out(states.items())
+        both = [part for layer in layers for part in (layer.keys, layer.values)]
+        states = [part[row : row + 1, :, pad + first : pad + last] for part in both]
+        blocks, size = lay_out((str(number), part) for number, part in enumerate(states))
         self._arena = PinnedArena(size, pin)
-        self.first, self.length, self.states = first, last - first, self._arena.views(blocks)
-        self.nbytes = sum(tensor.nbytes for tensor in self.states.values())
+        self.states = [*self._arena.views(blocks).values()]  # keys and values of each layer in turn
+        self.first, self.length, self.nbytes = first, last - first, sum(part.nbytes for part in self.states)
         try:
-            for name, target in self.states.items():
+            for target, part in zip(self.states, states, strict=True):
                 # Made contiguous on the device: the link copies one contiguous block at its full rate.
-                target.copy_(states[name].contiguous(), non_blocking=pin)
+                target.copy_(part.contiguous(), non_blocking=pin)
             if pin:
                 torch.cuda.current_stream().synchronize()
         except BaseException:
@@ -70,21 +65,20 @@ class RowsPast:
             for parts, pad in zip(rows, pads, strict=True)
         ]
         # Heads, width and type of keys and values, as in any snapshot: all of some rows may be padding.
-        states = next((part.states for parts, _ in self.rows for part in parts), {})
-        self.kinds = {name: (part.shape[1], part.shape[3], part.dtype) for name, part in states.items()}
+        states = next((part.states for parts, _ in self.rows for part in parts), [])
+        self.kinds = [(part.shape[1], part.shape[3], part.dtype) for part in states]
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
         """Append the positions to `layers`, on the current stream. Until then no snapshot must be closed."""
         for index, layer in enumerate(layers):
             both = []
-            for half in HALVES:
-                name = f"{index}.{half}"
-                heads, size, dtype = self.kinds[name]
+            for number in (2 * index, 2 * index + 1):
+                heads, size, dtype = self.kinds[number]
                 # Padding must be numbers: attention multiplies it by zero.
                 states = torch.zeros((len(self.rows), heads, self.length, size), dtype=dtype, device=device)
                 for row, (parts, pad) in enumerate(self.rows):
                     for part in parts:
-                        held, begin = part.states[name], pad + part.first
+                        held, begin = part.states[number], pad + part.first
                         place = slice(begin, begin + part.length)
                         # Copied whole, which the link does at its full rate, and cut there.
                         states[row, :, place] = held.to(device, non_blocking=True)[0, :, : part.length]

@@ -125,11 +125,10 @@ class Grammar:
 
     def fill(self, rows: "Sequence[Tensor]", drafts: Sequence[int]) -> None:
         """Write masks of the next token and of those behind `drafts`. Each of `rows`, int32 ``[W]``, gets one. Behind a
-        draft that is not permitted they stay as they are."""
+        draft that is not permitted they stay as they are. Raises ModelError where the row cannot go on."""
         matcher, new = self.compiled.result(), self._output_ids[self._consumed :]
         if not matcher.consume_tokens(new):
-            self.error = str(_wrong(matcher.get_error() or "a token does not follow it"))
-            return
+            raise _wrong(matcher.get_error() or "a token does not follow it")
         self._consumed += len(new)
         accepted = 0
         for number, row in enumerate(rows):
@@ -139,8 +138,7 @@ class Grammar:
             began = time.thread_time()
             matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
             if matcher.is_error() or time.thread_time() - began > MASK_S:
-                self.error = str(_wrong(matcher.get_error() or f"a token takes more than {MASK_S:g} s of CPU time"))
-                return
+                raise _wrong(matcher.get_error() or f"a token takes more than {MASK_S:g} s of CPU time")
         if accepted:
             matcher.rollback(accepted)
 
@@ -174,4 +172,4 @@ def _fill(part: "Sequence[tuple[Grammar, Sequence[Tensor], Sequence[int]]]") -> 
         try:
             grammar.fill(rows, drafts)
         except BaseException as error:  # a panic of compiled code is no Exception, and is this row's alone
-            grammar.error = str(_wrong(error))
+            grammar.error = str(error if isinstance(error, ModelError) else _wrong(error))

@@ -178,9 +178,12 @@ def test_the_library_builds_what_users_build(
     file.check()
     assert file.size > file.weight_bytes == spec.streamed_bytes
     assert planfile.find(file.key) == file
-    assert sorted(path.suffix for path in planfile.PLANS.iterdir()) == [".json", ".plan"]
+    assert sorted(path.suffix for path in planfile.PLANS.iterdir()) == [".json", ".plan", ".timings"]
+    timings = next(planfile.PLANS.glob("*.timings"))
+    timings.write_bytes(b"damaged")
     monkeypatch.setattr(Library, "writes_streams", False)  # as before TensorRT 10.8
     build(library, file.key, spec, file.path, level=0)
+    assert timings.read_bytes() != b"damaged"
     again = planfile.read(file.path)
     again.check()
     assert again.size > spec.streamed_bytes

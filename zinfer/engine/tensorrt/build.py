@@ -105,7 +105,8 @@ def build(
         for profile in profiles(builder, net.inputs, key):
             if config.add_optimization_profile(profile) < 0:
                 raise messages.failure(f"{library.name} refused the shapes of {path.name}")
-        with atomic.writing(path) as stream:
+        timings = f"{library.name}-{library.version}-{key.target.replace(', ', '_')}.timings"
+        with _timing_cache(config, path.with_name(timings)), atomic.writing(path) as stream:
             built = _serialise(library, builder, network, config, stream)
             if cancelled():
                 raise CancelledError
@@ -160,6 +161,18 @@ def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[di
             if name in views:
                 views[name].copy_(tensor)
         yield views
+
+
+@contextmanager
+def _timing_cache(config: Any, path: Path) -> Iterator[None]:
+    """Use and update the kernel timings of earlier builds. Those of another GPU are dropped."""
+    for content in (path.read_bytes() if path.is_file() else b"", b""):
+        cache = config.create_timing_cache(content)
+        if cache is not None and config.set_timing_cache(cache, False):
+            break
+    yield
+    if content := bytes(config.get_timing_cache().serialize()):
+        atomic.write(path, content)
 
 
 def _serialise(library: Library, builder: Any, network: Any, config: Any, stream: BinaryIO) -> bool:

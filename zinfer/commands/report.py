@@ -71,7 +71,7 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         except (Failure, ZinferError) as error:
             why = f"Nothing to show yet: {error}. This page looks again by itself."
             document = Document("Capacity report", why, ())
-        return html(document, live=True)
+        return html(document)
 
     try:
         server = LiveServer(port)

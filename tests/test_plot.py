@@ -1,6 +1,5 @@
 """Figures: every point is drawn, nothing unknown is drawn, nothing overlaps, and the bytes are the same every time."""
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -135,7 +134,7 @@ def test_the_timeline_shows_the_fastest_configurations() -> None:
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "whole steps share a scale"
     busy, waits = labels(figure.axes[0])[1:]
     assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "54.3 GB/s", "99.5%")
-    assert mentions(waits, "link", "6.9 ms", "0.8%", "6.9", "GPU", "6.5")
+    assert mentions(waits, "link", "6.9 ms", "0.8%")
 
 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
@@ -155,7 +154,6 @@ def test_the_timeline_shows_the_disk_above_the_link() -> None:
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["disk", "link", "compute"]
     labels = " ".join(text.get_text() for text in figure.axes[0].texts)
     assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in labels
-    assert "of them, the disk in" in labels
 
 
 def slow_disk() -> tuple[Span, ...]:
@@ -181,10 +179,9 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     names = [label.get_text() for label in whole.get_yticklabels()]
     assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
     assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 3 * 15 / 72
-    first, _, second, _, hidden = labels(whole)[1:]
+    first, _, second, _ = labels(whole)[1:]
     assert mentions(first, "GPU 0 busy", "link 100.0%")
     assert mentions(second, "GPU 1 busy", "gather")
-    assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
 
 
 def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:

@@ -21,7 +21,6 @@ from pydantic import Field
 from zinfer.core.engine import LINKED_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.core.units import counted
 from zinfer.core.value import Frozen
 from zinfer.plan.bytes import Placement, Sizes
 
@@ -108,14 +107,6 @@ class Efficiency(Frozen):
         if not model.num_experts or (link_share, mfu) == (self.link_share, self.mfu):
             return self
         return self.model_copy(update={"link_share": link_share, "mfu": mfu})
-
-    def describe(self) -> str:
-        """Return the factors that differ from the defaults, in one line."""
-        default = Efficiency()
-        named = ((name, value) for name, value in self if isinstance(value, float) and value != getattr(default, name))
-        factors = ", ".join(f"{name} {value:.3g}" for name, value in named)
-        kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
-        return f"{factors}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)

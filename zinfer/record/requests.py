@@ -260,11 +260,6 @@ class RequestPoint(Recorded):
         return self.counts.accepted / self.counts.drafted if self.counts.drafted else None
 
     @property
-    def acceptance(self) -> float | None:
-        """Share of right drafts among checked ones; None without drafts."""
-        return self.counts.accepted / self.counts.checked if self.counts.checked else None
-
-    @property
     def link_busy(self) -> float | None:
         """Share of the passes' time for which the link carried weights."""
         if self.effective is None or not self.links_bandwidth or not self.busy_ms:

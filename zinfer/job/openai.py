@@ -156,10 +156,10 @@ def read_body(
     tools = _tools(given, body, form)
     prompts: tuple[Prompt, ...] = (_chat(given, tools),) if chat else _prompts(given[subject], served)
     output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
-    sampling = read_sampling(given, None if served is None else served.vocab_size)
+    sampling = _sampling(given, None if served is None else served.vocab_size)
     if output_len is not None and sampling.min_tokens > output_len:
         raise Refused("invalid_value", f"min_tokens {sampling.min_tokens} exceeds {length}", "min_tokens")
-    if text := read_grammar(given, form if chat else structure.PLAIN, tools):  # it is tried with its prompt
+    if text := _grammar(given, form if chat else structure.PLAIN, tools):  # it is tried with its prompt
         prompts = tuple((it if isinstance(it, dict) else {"prompt": it}) | {"grammar": text} for it in prompts)
     for name in ("min_tokens", "ignore_eos"):
         if text and given.get(name):
@@ -269,7 +269,7 @@ def _whole(body: Mapping[str, Any], key: str, low: int | None, high: int = MAX_C
     return value
 
 
-def read_sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
+def _sampling(given: Mapping[str, Any], vocab_size: int | None) -> Sampling:
     """Return the sampling of a body's fields, at temperature 1 by default. Raises Refused."""
     fields: dict[str, Any] = {"temperature": 1.0}
     given = {name: value for name, value in given.items() if (name, value) != ("top_k", -1)}  # which takes all, too
@@ -341,7 +341,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
 # Structure
 
 
-def read_grammar(given: Mapping[str, Any], form: Form = structure.PLAIN, tools: Tools = NO_TOOLS) -> str:
+def _grammar(given: Mapping[str, Any], form: Form, tools: Tools) -> str:
     """Return the grammar that a body's fields ask for, "" without any. Raises Refused."""
     answers = [*_response_format(given.get("response_format")), *_structured(given.get("structured_outputs"))]
     if not answers and not tools.required:

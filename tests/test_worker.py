@@ -321,9 +321,8 @@ def test_each_command_has_a_function(command: type[Command[Any]]) -> None:
 
 def test_commands_and_answers_travel_as_they_are() -> None:
     """Functions get the command sent, callers get the answer given."""
-    command = tasks.LogitsCompare(
-        prompts=[[1]], tokens=[[4]], first=0, logits=tasks.LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
-    )
+    logits = tasks.LogitsRecorded(tokens=[[4]], file="f", dtype="float32", shape=(1, 1, 8))
+    command = tasks.LogitsCompare(prompts=[[1]], first=0, logits=logits)
     answer = [[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]
     got: list[Command[Any]] = []
 

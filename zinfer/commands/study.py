@@ -26,7 +26,7 @@ from zinfer.plan.planner import Plan, make_plan
 from zinfer.record import study
 from zinfer.record.study import Failed, Reload, Study, Text
 from zinfer.system.local import RESULTS
-from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
+from zinfer.worker.process import WorkerError, study_header
 from zinfer.worker.tasks import Facts, PrefixReuse
 
 
@@ -281,12 +281,9 @@ def _run(job: sweep.LoadJob, watch: Watch, debug: bool, how: dict[str, Any]) -> 
                     with driver.lend() as worker:
                         point = worker.ask(asked)
                     watch.message(f"{context:,} tokens measured")
-                except TaskFailed as error:  # a longer context would fail, too
+                except WorkerError as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})
                     failed = f"{context:,} tokens failed ({error.status})"
-                except WorkerDied as death:
-                    failed = f"{death.status}: {death}"
-                    point = point.model_copy(update={"skipped": failed})
             points.append(point)
     case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
     return Study(

@@ -50,7 +50,7 @@ from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Effective
 from zinfer.record.store import read
 from zinfer.system.machines import load as load_machine
-from zinfer.worker.failure import failure_of
+from zinfer.worker.session import failure_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("all_coded")

@@ -39,8 +39,7 @@ from zinfer.record.study import Position
 from zinfer.system.documents import DocumentError
 from zinfer.worker import tasks
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
-from zinfer.worker.server import imported
-from zinfer.worker.session import Session, not_as_asked
+from zinfer.worker.session import Session, import_engine, not_as_asked
 from zinfer.worker.tasks import BatchStart, BatchStep, Command, PrefixReuse
 
 
@@ -91,7 +90,7 @@ def test_a_point_holds_every_sample() -> None:
 def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(name: str) -> None:
     gc.unfreeze()
     library = [FakeEngine]
-    make = partial(imported, f"tests.fakes:{name}", early=False)
+    make = partial(import_engine, f"tests.fakes:{name}", early=False)
     try:
         with pytest.raises(AttributeError) if name == "Missing" else nullcontext():
             assert make()(make_plan(case(), SPEC, MACHINE), silent).plan.case == case()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -42,9 +42,6 @@ from zinfer.system import local
 from zinfer.worker import process
 from zinfer.worker.process import WorkerError
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
-
-if TYPE_CHECKING:
-    import pandas
 
 AHEAD = 256  # rows that wait in the worker
 STREAM_S, TURN_S = 0.05, 1.0  # seconds of decoding between two answers of the worker, of a stream and else
@@ -336,12 +333,6 @@ class Results:
         if requests:
             return export.request_table(((name, it) for name, records in each for it in records.requests), goodput)
         return export.table((name, point) for name, records in each for point in records.points)
-
-    def frame(self, requests: bool = False) -> "pandas.DataFrame":
-        """Return `rows` as a frame of pandas. Raises ImportError without pandas."""
-        import pandas
-
-        return pandas.DataFrame(self.rows(requests))
 
 
 def results(path: str | Path | None = None) -> Results:

@@ -22,7 +22,7 @@ from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from tests.inline_worker import InlineWorker
-from tests.results import case, plain, request_point
+from tests.results import case, plain
 from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import goodput
 from zinfer.analysis.sla import Sla, check
@@ -168,15 +168,6 @@ def test_arrivals_have_the_rate_and_follow_the_seed() -> None:
     assert times == sorted(times) == many.arrivals()
     assert times != many.model_copy(update={"seed": 1}).arrivals()
     assert load(request_rate="inf").arrivals() == [0.0] * 30
-
-
-def test_the_steady_rate_leaves_out_the_beginning_and_the_end() -> None:
-    closed, places = request_point(), request_point().requests
-    assert closed.steady_tok_s == pytest.approx(5 / 3)  # passes 1 to 3: two, two and one token
-    assert closed.steady_tok_s == request_point(requests=places.model_copy(update={"in_flight": "auto"})).steady_tok_s
-    for update in ({"in_flight": None, "request_rate": 1.0}, {"in_flight": 3}):
-        assert request_point(requests=places.model_copy(update=update)).steady_tok_s is None, update
-    assert request_point(samples=[[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 3], [20, 3, 0.0, 2, 3]]).steady_tok_s is None
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def _request_rates(point: RequestPoint) -> Row:
         "mean_output_len": lengths[1],
         **_attributes(point, "wall_ms busy_ms", usable),
         "passes": len(point.pass_ms) or None,
-        **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s steady_tok_s padding link_busy"),
+        **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s padding link_busy"),
         **{f"{metric}_{name}": getattr(times[metric], name, None) for metric in METRICS for name in Summary._fields},
         **_fields(PassCounts, point.counts if point.pass_ms else None),
         "kv_positions": point.kv_positions or None,

@@ -272,12 +272,12 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         config, out = tmp_path / f"config{nth}", tmp_path / f"out{nth}"
         config.mkdir()
         (config / "matplotlibrc").write_text(style)
-        words = ["plot", str(results / "h100"), "-o", str(out), "--figure", "latency,timeline"]
+        words = ["plot", str(results / "h100"), "-o", str(out)]
         settings = {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         assert zinfer_process(tmp_path, *words, env=environment(**settings)).returncode == 0
         written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")})
     assert written[0] == written[1]
-    assert len(written[0]) == 4
+    assert len(written[0]) == 6
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
@@ -298,25 +298,14 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
     assert len(names) == 4
 
 
-def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
-    words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
-    done = invoke(*words, "latency,throughput")
-    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-latency.svg", "bloom-throughput.svg"}
-    none = invoke(*words, "latency,timeline")
-    assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
-    assert mentions(none.stderr, "timeline", "`zinfer sweep`")
+def test_wrong_formats_and_places_are_refused(results: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("")
-    for wrong, code, message in (
-        ([*words, "gantt"], 2, "choose from throughput, latency"),
-        (["plot", results, "--format", "pdf"], 2, "choose from png, svg"),
-        (["plot", results, "-o", tmp_path / "occupied"], 5, "cannot write"),
+    for words, code, message in (
+        (["--format", "pdf"], 2, "choose from png, svg"),
+        (["-o", tmp_path / "occupied"], 5, "cannot write"),
     ):
-        refused = invoke(*wrong)
+        refused = invoke("plot", results, *words)
         assert (refused.exit_code, message in refused.stderr) == (code, True)
-    with Store(results / "h100" / "bloom.jsonl") as store:
-        store.append(TRACED[1])
-    done = invoke(*words, "timeline")
-    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
 @pytest.mark.parametrize("name", DATA)

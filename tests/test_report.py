@@ -300,7 +300,7 @@ def test_the_figure_has_words_and_is_that_of_plot(tmp_path: Path, report: Report
     for measurement in sweep():
         label = f"batch {measurement.case.workload.batch_size}, {rate_text(measurement)} tok/s"
         assert (label in words) is measurement.usable
-    assert invoke("plot", described(tmp_path), "--format", "svg", "--figure", "latency").exit_code == 0
+    assert invoke("plot", described(tmp_path), "--format", "svg").exit_code == 0
     assert shown == (tmp_path / "plots" / "h100" / "bloom-latency.svg").read_bytes()
 
 

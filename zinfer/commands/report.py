@@ -23,8 +23,8 @@ from zinfer.record.measurement import Recorded
 from zinfer.record.store import Records, files
 from zinfer.report import contents
 from zinfer.report.document import Document, html
-from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.live import LiveServer
+from zinfer.report.measured import Findings, WorkloadFindings
 
 
 @click.command("report", cls=Verb)
@@ -107,13 +107,11 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     named = product(get_args(study.StudyName), folders, ("json", "jsonl"))
     paths = [(folder / f"{name}.{suffix}", name) for name, folder, suffix in named]
     studies = [study.read(path, name) for path, name in paths if path.exists()]
-    sweeps = {(point.machine, point.case): file for file, records in by_file for point in records.points}
     loads = loads_of(every.points)
     workloads: list[WorkloadFindings] = []
     for group, points in groups(every.points).items():
-        files = dict.fromkeys(sweeps[group.machine, point.case] for point in points)
         rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, rates))
+        workloads.append(WorkloadFindings(group, points, rates))
     all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
     described = {name: machine for root in chosen.roots() for name, machine in load_machines(root).items()}
     names = dict.fromkeys(workload.group.machine for workload in workloads)

@@ -13,8 +13,7 @@ from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
 from zinfer.report import measured
 from zinfer.report.document import Block, Command, Document, Heading, Items, Row, Section, Signature, Table, Text
-from zinfer.report.findings import Findings, WorkloadFindings
-from zinfer.report.measured import titled
+from zinfer.report.measured import Findings, WorkloadFindings, titled
 
 LOADS = 3  # loads of the model that a result needs behind it, not to be called a single run
 HEADS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")

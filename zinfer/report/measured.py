@@ -1,19 +1,21 @@
 """Sections about measurements: configurations and percentiles, studies, machines."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from zinfer.analysis import rates, requests, sla, study
 from zinfer.analysis.compare import Change
 from zinfer.analysis.economics import cost
-from zinfer.analysis.group import Points, by_load
+from zinfer.analysis.group import Group, Points, by_load
 from zinfer.analysis.requests import RequestRates
+from zinfer.core.case import Case
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, figures, gib, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import METRICS, RequestPoint
+from zinfer.record.study import Study
 from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Table, Text, table
-from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.plot import style
 from zinfer.report.plot.figures import draw
 
@@ -50,10 +52,43 @@ _REQUEST_TIMES = ("configuration", "time", "#mean", "#p50", "#p90", "#p99")
 _REQUEST_WORDS = (
     "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
     "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
-    "included, in which few requests are left; steady tok/s leave out the time before all places were taken and that "
-    "after the last request began. Prompts are computed in the same passes as answers: the rates of both are over the "
-    "same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the passes."
+    "included, in which few requests are left; tok/s while others waited leave that out. Prompts are computed in the "
+    "same passes as answers: the rates of both are over the same time. Link busy: the weights' bytes of a pass at the "
+    "link's measured rate, over the time of the passes."
 )
+
+
+class WorkloadFindings(NamedTuple):
+    """Group of points of one sweep or several."""
+
+    group: Group
+    points: Points
+    loads: Mapping[Case, tuple[float, ...]] = {}  # output tok/s of each usable record of a case, one for each load
+
+    @property
+    def name(self) -> str:
+        """Model, slice, lengths and machine: the name of a table's subject."""
+        return f"{self.group.title}, {self.group.machine}"
+
+
+class Findings(NamedTuple):
+    """Everything that a report is made from. `damaged` names the lines of result files that could not be used."""
+
+    workloads: tuple[WorkloadFindings, ...] = ()
+    damaged: tuple[str, ...] = ()
+    gpu_hour_usd: float | None = None
+    studies: tuple[Study, ...] = ()
+    requests: tuple[RequestPoint, ...] = ()
+    machines: Mapping[str, Machine] = {}  # machines of workloads by name, those that are described
+
+    @property
+    def main(self) -> tuple[WorkloadFindings, ...]:
+        """Workloads of whole models; all of them if there are only slices."""
+        return tuple(workload for workload in self.workloads if workload.group.layers is None) or self.workloads
+
+    @property
+    def points(self) -> Points:
+        return tuple(point for workload in self.workloads for point in workload.points)
 
 
 def results(findings: Findings) -> Iterator[Block]:
@@ -120,12 +155,11 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
             "#J a token": lambda point: figures(joules) if (joules := cost(point).j_per_token) else "",
             "energy from": lambda point: cost(point).method or "not read",
         }
-    caption = f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}."
 
     def kind(point: Measurement) -> Kind:
         return "best" if point is top else "" if point.status == "ok" else "failed"
 
-    return table(caption, columns, rates.ranked(workload.points), kind)
+    return table(f"{workload.group.conditions}.", columns, rates.ranked(workload.points), kind)
 
 
 def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
@@ -168,7 +202,6 @@ def _loads(points: Iterable[RequestPoint]) -> Iterator[Block]:
         "#output tok/s": lambda row: figures(row.mean),
         "#range": lambda row: row.range,
         "#tok/s while others waited": last(lambda point: point.waiting_tok_s),
-        "#steady tok/s": last(lambda point: point.steady_tok_s),
         "#goodput, requests/s": last(requests.goodput),
         "#link busy": last(lambda point: point.link_busy, "{:.0%}".format),
     }

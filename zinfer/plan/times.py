@@ -355,7 +355,9 @@ class Timing:
         hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
         unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
         limits["compute"] += work.between / placement.gpus / hbm
-        kernels = self._kernels_s(tokens)
+        # A step's small kernels, which no bytes explain.
+        kernels = model.num_layers * RATES.kernel_s + sizes.code_layers * self.efficiency.expert_kernel_s
+        kernels *= tokens is not None and machine.gpu_count > 0
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
         if tokens is None and machine.gpu_count and placement.ring_depth:  # prefills are in no graph
             limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]
@@ -405,11 +407,6 @@ class Timing:
         elif copies and tokens is None:  # a prefill waits for its first layer, or computes the last one after all
             seconds = max(seconds, max(copies, queue) + min(copies, queue) / model.num_layers)
         return Times(seconds=seconds, bound_by=bound, limits=limits)
-
-    def _kernels_s(self, tokens: int | None) -> float:
-        """Return the seconds of a step's small kernels, which no bytes explain."""
-        kernels = self.model.num_layers * RATES.kernel_s + self._sizes.code_layers * self.efficiency.expert_kernel_s
-        return 0.0 if tokens is None or not self.machine.gpu_count else kernels
 
     @property
     def _routed_layers_s(self) -> float:

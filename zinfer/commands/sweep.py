@@ -125,7 +125,7 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     else:
         outcome = _measure(plan, output, bool(debug), how, shard)
     click.echo(output if shard is None else shard.path(parts.parts_path(output)))
-    raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
+    raise SystemExit(sweep.exit_code(plan, outcome.points) if outcome.points or shard is None else 0)
 
 
 def taken(given: dict[str, Any]) -> dict[str, Any]:

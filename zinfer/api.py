@@ -329,10 +329,8 @@ class Results:
 
     def rows(self, requests: bool = False) -> list[export.Row]:
         """Return the rows of `zinfer export`: a dict a point, or a load of requests."""
-        each = self.by_file.items()
-        if requests:
-            return export.request_table(((name, it) for name, records in each for it in records.requests), goodput)
-        return export.table((name, point) for name, records in each for point in records.points)
+        files = self.by_file.items()
+        return export.request_table(files, goodput) if requests else export.table(files)
 
 
 def results(path: str | Path | None = None) -> Results:

@@ -538,11 +538,11 @@ def _more(answer: Parsed, first: int = 0) -> dict[str, Any]:
     return reasoning | ({"tool_calls": calls} if calls else {})
 
 
-def error_object(
-    message: str, code: str | None, param: str | None = None, kind: str = "invalid_request_error"
-) -> dict[str, Any]:
+def error_object(failure: Failure) -> dict[str, Any]:
     """Return the body of a refusal or a failure."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(failure.status, "invalid_request_error" if failure.status < 500 else "server_error")
+    return {"error": {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code or None}}
 
 
 def text_logprobs(

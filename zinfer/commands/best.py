@@ -27,8 +27,6 @@ from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 from zinfer.record.stats import ci95_half_width
 
 Answers = dict[Group | RequestGroup, Decision]
-SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
-REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
 
 @click.command("best", cls=Verb)
@@ -93,13 +91,9 @@ def _print(
     answers: Answers,
 ) -> None:
     """Print the groups: whole models before slices, loads of requests last."""
-    both, last = len({group.layers is None for group in wanted}) == 2, ""
     every: list[Group | RequestGroup] = [*wanted, *served]
     for number, group in enumerate(every):
-        heading = SLICES if both and group.layers is not None else ""
-        heading = heading if isinstance(group, Group) else REQUESTS * bool(wanted)
-        click.echo("\n" * (number > 0) + f"{heading}\n\n" * bool(heading and heading != last), nl=False)
-        last = heading
+        click.echo("\n" * (number > 0), nl=False)
         if isinstance(group, Group):
             cautions = _print_points(group, wanted[group], answers.get(group))
         else:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from zinfer.analysis import rates, requests, sla, study
-from zinfer.analysis.compare import Change
 from zinfer.analysis.economics import cost
 from zinfer.analysis.group import Group, Points, by_load
 from zinfer.analysis.requests import RequestRates
@@ -127,16 +126,8 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
 
 
 def _tops(workload: WorkloadFindings, price: float | None) -> Table:
-    top, loads = rates.winner(workload.points), by_load(workload.points)
+    top = rates.winner(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
-
-    def times(point: Measurement) -> str:
-        """Return the fastest configuration's speed-up at the largest batch of both."""
-        if top is None or point.case.load == top.case.load:
-            return ""
-        ours, theirs = (rates.by_batch(loads[case.load]) for case in (top.case, point.case))
-        size = max(ours.keys() & theirs.keys(), default=None)
-        return "" if size is None else f"{Change(theirs[size], ours[size]).times} at {size}"
 
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": titled,
@@ -147,7 +138,6 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
         "#GPU peak": lambda point: gib(point.gpu_bytes) if point.gpu_bytes else "",
         "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
-        "#the fastest at its batch": times,
     }
     if price is not None:
         columns |= {

@@ -52,7 +52,7 @@ def replay(steps: Iterable[Step], room: int) -> float:
 
 @torch.inference_mode()
 def trace(spec: ModelSpec, chunks: Iterable[Sequence[int]]) -> Iterator[dict[int, Tensor]]:
-    """Yield the experts that each layer chose for each of `chunks`, ``[T, K]``. Raises StudyError."""
+    """Yield the experts, ``[T, K]``, that each layer chose for a chunk. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}

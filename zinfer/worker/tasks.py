@@ -134,7 +134,8 @@ class PrefixReuse(Command[Reload]):
 
 
 class LogitsRecorded(Frozen):
-    """Tokens that followed each prompt, ``[B, steps]``, and the file of their logits, ``[steps, B, V]``."""
+    """Tokens that followed each prompt, and their logits in a file. The former are ``[B, steps]``, the latter, of which
+    `shape` is, ``[steps, B, V]``."""
 
     tokens: list[list[int]]
     file: str

@@ -364,7 +364,7 @@ def _response_format(asked: Any) -> list[dict[str, Any]]:
     if kind in (None, "text"):
         return []
     if kind == "json_object":
-        return [structure.json_schema({"type": "object"})]
+        return [structure.asked("json_object", True)]
     holder = asked.get("json_schema") if kind == "json_schema" else None
     if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
         why = "response_format must have the type text, json_object, or json_schema with a schema in json_schema"
@@ -378,15 +378,8 @@ def _structured(asked: Any) -> list[dict[str, Any]]:
     if not given:
         return []
     try:
-        ((kind, value),) = given.items()
-        if kind == "json":
-            schema = parse_json(value.encode(), "json") if isinstance(value, str) else value
-            return [structure.json_schema({**schema})]
-        if kind == "json_object" and value is True:
-            return [structure.json_schema({"type": "object"})]
-        if kind == "choice" and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
-            return [structure.choice(value)]
-        return [{"regex": structure.regex, "grammar": structure.ebnf}[kind](value)]
+        (field,) = given.items()
+        return [structure.asked(*field)]
     except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
         why = "structured_outputs must be an object with one of json, json_object, regex, choice and grammar"
         raise Refused("invalid_value", why, "structured_outputs") from None

@@ -47,7 +47,7 @@ OPTIONS = {
               "-O", "--dtype", "-m", "--engine", "--requests", "--request-lengths", "--num-requests", "--in-flight",
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
-             "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure", "--sla",
+             "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--sla",
              "--price", "--host-memory", "--prompts"],
     "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--utilisation", "--spare",
              "--model", "--machine", "--objective"],
@@ -57,7 +57,7 @@ OPTIONS = {
     "batch": ["--batch-size", "--output-len", "--timeout", "-O", "-m"],
     "study reuse": ["--context", "--new-tokens", "--repeats", "--timeout", "-O", "-m"],
     "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--prompt-file"],
-    "export": ["--format", "--output"], "plot": ["--figure", "--format"],
+    "export": ["--format", "--output"], "plot": ["--format"],
 }  # fmt: skip
 TYPED = (
     "0", "-1", "1e400", "nan", "inf", "-inf", "9" * 5000, "1-1000000000+1", "1-9999999999*2", "1,2,x", "1e400GB",

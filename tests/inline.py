@@ -87,7 +87,8 @@ def run_inline(
     path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
 ) -> list[Measurement]:
     """Return the points of `run_outcome`."""
-    return run_outcome(path, sweep, worker, events, jobs).points
+    points = run_outcome(path, sweep, worker, events, jobs).points
+    return [point for point in points if isinstance(point, Measurement)]
 
 
 def run_outcome(

@@ -211,7 +211,7 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     rows = [study.AccuracyRow(sample[:INPUT], None), study.AccuracyRow(sample[:INPUT], sample[INPUT:])]
     record = partial(study.record, worker, rows, OUTPUT, str(tmp_path / "logits"))
     free = record(frozenset())
-    generated, given = free.tokens
+    generated, given = free.logits.tokens
     assert (free.lengths, given) == ([OUTPUT, OUTPUT], sample[INPUT:])
     ended = record(frozenset({generated[2], given[0]}))
     assert ended.lengths == [generated.index(generated[2]) + 1, OUTPUT]

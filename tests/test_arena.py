@@ -15,7 +15,7 @@ from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import decoder_layers, empty_model
 from zinfer.engine import pinned
 from zinfer.engine.pinned import CHUNK, HUGE, LOCK_LIMIT, PAGE, PinnedArena, lay_out
-from zinfer.worker.failure import status_of
+from zinfer.worker.session import status_of
 
 HOLD = """
 import sys

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
-from zinfer.core.request import Sampling, TokenScore
+from zinfer.core.request import Failure, Sampling, TokenScore
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import openai
-from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
+from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failed, read_requests, refusal
 from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
 
@@ -98,8 +98,8 @@ def test_a_request_is_understood() -> None:
 )  # fmt: skip
 def test_a_bad_line_says_why(content: bytes, code: str, message: str) -> None:
     fault = refused(content)
-    assert fault.code == code
-    assert message in fault.message
+    assert fault.failure.code == code
+    assert message in fault.failure.message
 
 
 def test_the_good_lines_around_a_bad_one_are_kept() -> None:
@@ -110,8 +110,8 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     assert [type(item) for item in requests] == [BatchLine, Fault, BatchLine, Fault, BatchLine]
     repeated = requests[3]
     assert isinstance(repeated, Fault)
-    assert repeated.code == "duplicate_custom_id"
-    assert mentions(repeated.message, "line 6", "line 1", "'a'")
+    assert repeated.failure.code == "duplicate_custom_id"
+    assert mentions(repeated.failure.message, "line 6", "line 1", "'a'")
 
 
 @pytest.mark.parametrize("value", [b"9" * 25, b'{"a":' * 200 + b"1" + b"}" * 200, b"NaN", b"1e999", b'{"a":1,"a":2}'])
@@ -119,7 +119,7 @@ def test_a_line_that_is_refused_as_json_keeps_its_custom_id(value: bytes) -> Non
     """An answer without it belongs to nobody: the caller finds neither the answer nor the fault."""
     begun = b'{"custom_id": "a \\u00e9\\"}", "method": "POST", "url": "/v1/completions", "body": '
     fault = refused(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
-    assert (fault.custom_id, fault.code) == ('a é"}', "invalid_json_line")
+    assert (fault.custom_id, fault.failure.code) == ('a é"}', "invalid_json_line")
     assert json.loads(encode(refusal(fault)))["custom_id"] == 'a é"}'
 
 
@@ -130,13 +130,16 @@ def test_a_line_that_is_refused_as_json_keeps_its_custom_id(value: bytes) -> Non
 )  # fmt: skip
 def test_a_line_without_a_custom_id_is_a_fault_all_the_same(content: bytes) -> None:
     fault = refused(content)
-    assert (fault.custom_id, fault.code) == (None, "invalid_json_line")
+    assert (fault.custom_id, fault.failure.code) == (None, "invalid_json_line")
 
 
 def test_a_line_that_cannot_be_parsed_has_its_custom_id_for_itself() -> None:
     faults = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
     assert [fault.custom_id for fault in faults] == ["a", "a"]
-    assert [fault.code for fault in faults if isinstance(fault, Fault)] == ["invalid_json_line", "duplicate_custom_id"]
+    assert [fault.failure.code for fault in faults if isinstance(fault, Fault)] == [
+        "invalid_json_line",
+        "duplicate_custom_id",
+    ]
 
 
 def test_ids_depend_on_the_lines_alone() -> None:
@@ -173,7 +176,7 @@ def test_errors_stand_where_readers_look_for_them() -> None:
     assert record["response"]["status_code"] == 400
     assert record["response"]["body"] == {"error": {"type": "invalid_request_error", "param": "n"} | error}
     assert record["error"] == error
-    lost = failure(request, "oom_gpu", "no room")
+    lost = failed(request, Failure(code="oom_gpu", message="no room"))
     assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
     assert decode(encode(record)) == Done(fault.id, False, 0)
     assert decode(encode(lost)) == Done(request.id, False, 0)
@@ -206,10 +209,10 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     rows, faults = openai.requests_of(asked, prompts, 100, 8, 20, made)
     lengths = [(len(row.prompt_ids), row.limit) for row in rows]
     assert lengths == [(10, 20), (90, 10), (95, 5), (3, 4)]
-    assert [(fault.custom_id, fault.code) for fault in faults] == [
+    assert [(fault.custom_id, fault.failure.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
-    assert "100 positions" in faults[0].message
+    assert "100 positions" in faults[0].failure.message
     assert (rows[3].output_ids, rows[3].need) == ([1, 2, 3], (6, 1))
     assert openai.requests_of(asked[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
     for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
@@ -217,4 +220,4 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
         assert (begun.output_ids, begun.need) == ([], (3, 4))
     kept, left = openai.split(asked, rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 6]
-    assert "memory" in left[0].message
+    assert "memory" in left[0].failure.message

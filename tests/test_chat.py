@@ -31,9 +31,10 @@ from zinfer.commands import run as terminal
 from zinfer.commands.run import Dialogue
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
-from zinfer.core.request import Sampling, Update
+from zinfer.core.request import Update
 from zinfer.engine.base import Engine
 from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.openai import ServerLimits, read_body
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
 
 TURNS = ["Hello there", "And again", "third"]
@@ -92,8 +93,10 @@ def talk(
     """Return the answers to `TURNS` as JSON, and the other output."""
     messages: list[str] = []
     dialogue = dialogue or dialogue_for(worker)
-    limits = 10, worker.session.plan.model.max_position, Sampling(), ignore_eos
-    terminal.talk(worker, dialogue, turns or TURNS, opening(), limits, messages.append, as_json=True)
+    body = {"messages": [{"role": "user", "content": ""}], "max_tokens": 10, "temperature": 0, "ignore_eos": ignore_eos}
+    asked = read_body(body | {"stream": True}, True, ServerLimits(worker.session.plan.model.vocab_size, 1))
+    positions = worker.session.plan.model.max_position
+    terminal.talk(worker, dialogue, turns or TURNS, opening(), asked, positions, messages.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], messages
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from tests import invoke
 from tests.results import case, point, sweep
 from zinfer.core.case import Case, Workload
-from zinfer.record.export import table, to_csv, to_json
+from zinfer.core.value import group_by
+from zinfer.record import export as exporting
+from zinfer.record.export import Row, to_csv, to_json
 from zinfer.record.measurement import Effective, Measurement
-from zinfer.record.store import Store
+from zinfer.record.store import Records, Store
 
 ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"
 CODED = case(8, options=(("weight_codec", "lossless"),))
@@ -24,6 +27,12 @@ POINTS = [
 
 
 export = partial(invoke, "export")
+
+
+def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
+    """Return the rows of points with their files."""
+    files = group_by(points, lambda pair: pair[0]).items()
+    return exporting.table((file, Records(tuple(measured for _, measured in pairs))) for file, pairs in files)
 
 
 def read_csv(content: bytes) -> list[dict[str, str]]:

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from zinfer.core.request import Failure
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
-from zinfer.job.batch.openai import encode, failure
+from zinfer.job.batch.openai import encode, failed
 from zinfer.job.batch.openai import read_requests as read
 from zinfer.record.jsonl import StoreError
 
 SETTINGS = {"prompts": "abc", "model": "llama"}
 RECORDS = [
-    failure(request, "oom_gpu", "no")  # type: ignore[arg-type]
+    failed(request, Failure(code="oom_gpu", message="no"))  # type: ignore[arg-type]
     for name in "abc"
     for request in read(
         encode({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name}})

@@ -46,7 +46,7 @@ def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None =
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", lambda *_limits: MACHINE)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        how = dict.fromkeys(("yes", "resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
+        how = dict.fromkeys(("resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
         return _measure(plan, output, False, how, shard)
 
 
@@ -96,7 +96,7 @@ def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total
     headers = [[header.model_copy(update={"started_at": ""}) for header in each.headers] for each in (ours, theirs)]
     assert headers[0] == headers[1]
     assert outcome.points == [*ours.points]
-    assert sweep.exit_code(PLAN, outcome.all) == 0
+    assert sweep.exit_code(PLAN, outcome.points) == 0
     before = output.read_bytes()
     merge(PLAN, output)
     assert output.read_bytes() == before
@@ -171,13 +171,13 @@ def test_what_failed_is_tried_again_and_a_shard_that_was_interrupted_goes_on(tmp
     plan = PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
     output, other = tmp_path / "out.jsonl", tmp_path / "other.jsonl"
     measure(plan, output, Stamped(5, {2: "timeout"}), Shard(1, 1))
-    assert sweep.exit_code(plan, merge(plan, output).all) == 3
+    assert sweep.exit_code(plan, merge(plan, output).points) == 3
     with pytest.raises(SystemExit) as ended:
         measure(plan, other, Stamped(5, signal_at=(2, signal.SIGINT)), Shard(1, 1))
     assert ended.value.code == 130
     for path in (output, other):
         measure(plan, path, Stamped(5), Shard(1, 1))
-        assert sweep.exit_code(plan, merge(plan, path).all) == 0
+        assert sweep.exit_code(plan, merge(plan, path).points) == 0
     assert sorted(point.status for point in read(output).points) == ["ok"] * 2 * LOADS + ["timeout"] * LOADS
     assert [point.status for point in read(other).points] == ["ok", "cancelled"] + ["ok"] * (2 * LOADS - 1)
 

@@ -1,6 +1,5 @@
 """Figures: every point is drawn, nothing unknown is drawn, nothing overlaps, and the bytes are the same every time."""
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -135,7 +134,7 @@ def test_the_timeline_shows_the_fastest_configurations() -> None:
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "whole steps share a scale"
     busy, waits = labels(figure.axes[0])[1:]
     assert mentions(busy, "link 99.2%", "unpack 10.2%", "compute 5.9%", "54.3 GB/s", "99.5%")
-    assert mentions(waits, "link", "6.9 ms", "0.8%", "6.9", "GPU", "6.5")
+    assert mentions(waits, "link", "6.9 ms", "0.8%")
 
 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
@@ -155,7 +154,6 @@ def test_the_timeline_shows_the_disk_above_the_link() -> None:
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["disk", "link", "compute"]
     labels = " ".join(text.get_text() for text in figure.axes[0].texts)
     assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in labels
-    assert "of them, the disk in" in labels
 
 
 def slow_disk() -> tuple[Span, ...]:
@@ -181,10 +179,9 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     names = [label.get_text() for label in whole.get_yticklabels()]
     assert names == ["link 0", "compute 0", "link 1", "gather 1", "compute 1"]
     assert both.get_size_inches()[1] > alone.get_size_inches()[1] + 3 * 15 / 72
-    first, _, second, _, hidden = labels(whole)[1:]
+    first, _, second, _ = labels(whole)[1:]
     assert mentions(first, "GPU 0 busy", "link 100.0%")
     assert mentions(second, "GPU 1 busy", "gather")
-    assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
 
 
 def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
@@ -275,12 +272,12 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         config, out = tmp_path / f"config{nth}", tmp_path / f"out{nth}"
         config.mkdir()
         (config / "matplotlibrc").write_text(style)
-        words = ["plot", str(results / "h100"), "-o", str(out), "--figure", "latency,timeline"]
+        words = ["plot", str(results / "h100"), "-o", str(out)]
         settings = {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         assert zinfer_process(tmp_path, *words, env=environment(**settings)).returncode == 0
         written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.*")})
     assert written[0] == written[1]
-    assert len(written[0]) == 4
+    assert len(written[0]) == 6
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
@@ -301,25 +298,14 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
     assert len(names) == 4
 
 
-def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
-    words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
-    done = invoke(*words, "latency,throughput")
-    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-latency.svg", "bloom-throughput.svg"}
-    none = invoke(*words, "latency,timeline")
-    assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
-    assert mentions(none.stderr, "timeline", "`zinfer sweep`")
+def test_wrong_formats_and_places_are_refused(results: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("")
-    for wrong, code, message in (
-        ([*words, "gantt"], 2, "choose from throughput, latency"),
-        (["plot", results, "--format", "pdf"], 2, "choose from png, svg"),
-        (["plot", results, "-o", tmp_path / "occupied"], 5, "cannot write"),
+    for words, code, message in (
+        (["--format", "pdf"], 2, "choose from png, svg"),
+        (["-o", tmp_path / "occupied"], 5, "cannot write"),
     ):
-        refused = invoke(*wrong)
+        refused = invoke("plot", results, *words)
         assert (refused.exit_code, message in refused.stderr) == (code, True)
-    with Store(results / "h100" / "bloom.jsonl") as store:
-        store.append(TRACED[1])
-    done = invoke(*words, "timeline")
-    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
 @pytest.mark.parametrize("name", DATA)

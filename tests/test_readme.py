@@ -85,7 +85,7 @@ def test_figures_in_git_tell_of_the_points_of_the_records(tmp_path: Path, monkey
         if "/reuse-" in name:
             record, figure = f"{name.split('/')[0]}/reuse", "reuse"
         file = pages.RESULTS / f"{record}.{'json' if figure == 'reuse' else 'jsonl'}"
-        assert invoke("plot", file, "-o", tmp_path, "--format", "svg", "--figure", figure).exit_code == 0
+        assert invoke("plot", file, "-o", tmp_path, "--format", "svg").exit_code == 0
         drawn, kept = (ElementTree.parse(folder / f"{name}.svg").getroot() for folder in (tmp_path, ROOT / "plots"))
         assert [part.text for part in drawn[:2]] == [part.text for part in kept[:2]], "make plots"
 

@@ -1,7 +1,5 @@
 """The report as a page that fills while a sweep writes: its answers, whom they are for, and when it is made again."""
 
-import os
-import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,8 +17,6 @@ import pytest
 from tests import invoke, wait
 from tests.live import live
 from tests.results import case, plain, point
-from zinfer.commands.report import _state
-from zinfer.commands.results import choose
 from zinfer.core.errors import ENVIRONMENT, USAGE
 from zinfer.record.store import Header, Record, Store, encode
 from zinfer.report.live import LiveServer
@@ -30,20 +26,20 @@ pytestmark = pytest.mark.long
 
 class Answer(NamedTuple):
     status: int
-    tag: str
     text: str
+    again: str = ""  # seconds after which a browser asks again
 
 
 def ask(address: str, method: str = "GET", path: str = "/", **headers: str) -> Answer:
     with closing(HTTPConnection(urlsplit(address).netloc, timeout=60)) as connection:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
-        return Answer(answer.status, answer.getheader("ETag", ""), answer.read().decode())
+        return Answer(answer.status, answer.read().decode(), answer.getheader("Refresh", ""))
 
 
 def next_page(address: str, last: Answer) -> Answer:
     """Return the page as soon as it is another one."""
-    wait(lambda: ask(address, If_None_Match=last.tag).status == 200)
+    wait(lambda: ask(address) != last)
     return ask(address)
 
 
@@ -66,7 +62,7 @@ def test_the_page_fills_while_a_sweep_writes(tmp_path: Path) -> None:
     with live(tmp_path, "results") as (address, process):
         page = ask(address)
         assert "results does not exist" in page.text
-        assert ask(address, If_None_Match=page.tag) == Answer(304, page.tag, "")
+        assert int(page.again) > 0
         store(path, Header(machine="h100"))
         page = next_page(address, page)
         assert "no results in results" in page.text, "a sweep has begun, and has no point"
@@ -91,11 +87,10 @@ def test_the_page_fills_while_a_sweep_writes(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
-def test_the_page_is_that_of_the_file_with_a_script(tmp_path: Path, address: str) -> None:
+def test_the_page_is_that_of_the_file(tmp_path: Path, address: str) -> None:
     store(tmp_path / "a.jsonl", point(case(1), machine="secret"))
     assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "r.html").exit_code == 0
-    page = re.sub(r"<script>.*</script>\n|; connect-src 'self'; script-src '[^']+'", "", ask(address).text, flags=re.S)
-    assert page == (tmp_path / "r.html").read_text()
+    assert ask(address).text == (tmp_path / "r.html").read_text()
 
 
 HOSTS = {
@@ -147,13 +142,13 @@ def running(*arguments: Any) -> Iterator[str]:
 
 
 def test_nobody_waits_for_a_page_to_be_made() -> None:
-    made, states, going_on = list[str](), iter(range(100)), Event()
+    made, going_on = list[str](), Event()
 
     def make() -> str:
         made.append("page")
         return f"{len(made)}" if len(made) == 1 or going_on.wait(60) else ""
 
-    with running(make, lambda: next(states)) as address:
+    with running(make) as address:
         first = ask(address)
         wait(lambda: len(made) == 2)
         assert ask(address) == first
@@ -161,35 +156,18 @@ def test_nobody_waits_for_a_page_to_be_made() -> None:
         assert next_page(address, first).text >= "2"
 
 
-def test_pages_are_made_where_somebody_asks_and_something_changed_and_not_too_often() -> None:
-    state, began = [0], list[float]()
+def test_pages_are_made_where_somebody_asks_and_not_too_often() -> None:
+    began = list[float]()
 
     def make() -> str:
         began.append(monotonic())
         end = process_time() + 0.03
         while process_time() < end:
             pass
-        return str(state[0])
+        return str(len(began))
 
-    with running(make, lambda: state[0], 0.1) as address:
-        ask(address)
-        assert len(began) == 1, "nothing has changed"
-        state[0] = 1
+    with running(make, 0.1) as address:
         assert len(began) == 1, "nobody asks"
         while len(began) < 4:
             ask(address)
-            state[0] += 1
     assert all(later - earlier >= 0.3 for earlier, later in pairwise(began[1:]))
-
-
-def test_all_files_of_a_report_are_looked_at(tmp_path: Path) -> None:
-    part = tmp_path / "out-00001-of-00002.part"
-    part.write_text("1")
-    chosen = choose(part, None)
-    seen = [_state(chosen)]
-    for path, text in ((part, "12"), (tmp_path / "accuracy.jsonl", ""), (tmp_path / "machine.json", "{}")):
-        path.write_text(text)
-        seen.append(_state(chosen))
-    os.utime(part, (0, 0))
-    part.write_text("21")
-    assert len({frozenset(each) for each in [*seen, _state(chosen)]}) == 5

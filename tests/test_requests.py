@@ -22,7 +22,7 @@ from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from tests.inline_worker import InlineWorker
-from tests.results import case, plain, request_point
+from tests.results import case, plain
 from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import goodput
 from zinfer.analysis.sla import Sla, check
@@ -34,10 +34,11 @@ from zinfer.core.requests import LengthDistribution, Lengths, RequestLoad
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep
 from zinfer.job.requests import request_sets
 from zinfer.job.signals import Interrupted
-from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
+from zinfer.job.sweep import Events, exit_code, prepare, run
 from zinfer.plan.planner import make_plan
 from zinfer.record.export import request_table
 from zinfer.record.jsonl import finite, seal
+from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSample
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.system.documents import DocumentError
@@ -170,15 +171,6 @@ def test_arrivals_have_the_rate_and_follow_the_seed() -> None:
     assert load(request_rate="inf").arrivals() == [0.0] * 30
 
 
-def test_the_steady_rate_leaves_out_the_beginning_and_the_end() -> None:
-    closed, places = request_point(), request_point().requests
-    assert closed.steady_tok_s == pytest.approx(5 / 3)  # passes 1 to 3: two, two and one token
-    assert closed.steady_tok_s == request_point(requests=places.model_copy(update={"in_flight": "auto"})).steady_tok_s
-    for update in ({"in_flight": None, "request_rate": 1.0}, {"in_flight": 3}):
-        assert request_point(requests=places.model_copy(update=update)).steady_tok_s is None, update
-    assert request_point(samples=[[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 3], [20, 3, 0.0, 2, 3]]).steady_tok_s is None
-
-
 @pytest.mark.parametrize(
     "loop", [{"in_flight": 4}, {"request_rate": 0.25, "seed": 3}, {"request_rate": "inf"}], ids=str
 )
@@ -302,14 +294,16 @@ class Quick(InlineWorker):
         return Facts(load_s=0.1, load_bytes=1)
 
 
-def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome:
-    """Run or resume a sweep without a model, with records in `path`."""
+def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Records:
+    """Run or resume a sweep without a model, with records in `path`; return its points."""
     done = read(path) if path.is_file() else Records()
     sets = request_sets(sweep)
     jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)
     with Store(path) as store:
         store.append(Header(machine="test"))
-        return run(sweep, jobs, store, (*done.points, *done.requests), Events(**seen), worker)
+        every = run(sweep, jobs, store, (*done.points, *done.requests), Events(**seen), worker).points
+    requests = tuple(point for point in every if isinstance(point, RequestPoint))
+    return Records(tuple(point for point in every if isinstance(point, Measurement)), requests=requests)
 
 
 def small(**fields: Any) -> Sweep:
@@ -322,8 +316,8 @@ def test_each_load_is_a_point_that_is_resumed(tmp_path: Path) -> None:
     outcome = swept(path, sweep)
     assert [point.requests.loop for point in outcome.requests] == ["2 in flight", "auto in flight", "all at once"]
     assert [point.status for point in outcome.requests] == ["ok"] * 3
-    assert outcome.points == [], "no equal batch was asked for"
-    assert (read(path).requests, read(path).damaged) == (tuple(outcome.requests), ())
+    assert outcome.points == (), "no equal batch was asked for"
+    assert (read(path).requests, read(path).damaged) == (outcome.requests, ())
     assert all(point.model_revision == "r1" and point.sla == ("ttft:p99:<=:1h",) for point in outcome.requests)
     seen = list[bool]()
     again = swept(path, sweep, requests=lambda _point, resumed: seen.append(resumed))
@@ -333,7 +327,7 @@ def test_each_load_is_a_point_that_is_resumed(tmp_path: Path) -> None:
     more = swept(path, small(in_flight=[2, 3]))
     assert [point.requests.in_flight for point in more.requests] == [2, 3]
     assert len(read(path).requests) == 4, "only the new load was measured"
-    assert exit_code(sweep, outcome.all) == 0
+    assert exit_code(sweep, outcome.requests) == 0
 
 
 def test_equal_batches_and_requests_take_turns_with_the_model_loaded_anew(tmp_path: Path) -> None:
@@ -352,7 +346,7 @@ def test_equal_batches_and_requests_take_turns_with_the_model_loaded_anew(tmp_pa
     outcome, records = swept(path, sweep, worker, **seen), read(path)
     assert order == ["batch 2", "batch 4", "auto in flight"] * 3
     assert len(loads) == 3
-    assert (outcome.points, outcome.requests) == (list(records.points), list(records.requests))
+    assert (outcome.points, outcome.requests) == (records.points, records.requests)
     assert (len(records.points), len(records.requests)) == (6, 3)
     assert {point.case.workload.output_len for point in records.points} == {6}
     lines = path.read_bytes().splitlines(keepends=True)
@@ -360,8 +354,8 @@ def test_equal_batches_and_requests_take_turns_with_the_model_loaded_anew(tmp_pa
     again = swept(path, sweep, worker, **seen)
     assert (len(again.points), len(again.requests)) == (6, 3)
     assert len(loads) == 5, "the first round was not loaded again"
-    assert again.requests == list(read(path).requests), "each round has its own record"
-    assert again.points == list(read(path).points)
+    assert again.requests == read(path).requests, "each round has its own record"
+    assert again.points == read(path).points
 
 
 def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -376,7 +370,7 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     sweep = small(in_flight=[2, 3])
     outcome = swept(path, sweep, Dies)
     assert [point.status for point in outcome.requests] == ["timeout", "ok"]
-    assert exit_code(sweep, outcome.all) == 3
+    assert exit_code(sweep, outcome.requests) == 3
     assert [point.status for point in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
 
     class Interrupts(Quick):
@@ -516,7 +510,7 @@ def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Pa
         assert summary is not None
         assert (row["e2e_ms_p99"], row["output_tok_s"]) == (summary.p99, point.output_tok_s)
         assert (row["goodput_request_s"], row["passes"]) == (goodput(point), len(point.pass_ms))
-    (cells,) = request_table([("a", records.requests[0])], goodput)
+    (cells,) = request_table([("a", Records(requests=records.requests[:1]))], goodput)
     assert all(isinstance(cell, str | int | float | None) for cell in cells.values())
     alone = tmp_path / "alone.jsonl"
     swept(alone, small(in_flight=[2]))

@@ -76,8 +76,8 @@ def test_a_forward_pass_over_text_gives_the_choices_of_single_steps(checkpoint: 
     tokens = list(TEXT.encode()[:24])
 
     def choices(count: int) -> dict[int, torch.Tensor]:
-        (seen,) = routing.trace(spec, [tokens[:count]])
-        return seen.chosen
+        (chosen,) = routing.trace(spec, [tokens[:count]])
+        return chosen
 
     whole = choices(24)
     for end in (5, 24):
@@ -99,8 +99,8 @@ def test_a_replay_meets_what_the_engine_meets(checkpoint: Callable[[str], Path])
     spec = resolve.from_directory(folder).with_dtype("float32")
     rows = tokens[:length], tokens[57 : 57 + length]
     steps: list[routing.Step] = []
-    for watched in routing.trace(spec, rows):
-        chosen = sorted((number, experts.tolist()) for number, experts in watched.chosen.items())
+    for seen in routing.trace(spec, rows):
+        chosen = sorted((number, experts.tolist()) for number, experts in seen.items())
         steps += ([(number, experts[token]) for number, experts in chosen] for token in range(length))
     engine: Any = test_experts.load(folder, share="60%")
     ids = torch.tensor(rows)

@@ -137,7 +137,7 @@ def test_a_token_that_the_model_does_not_have_is_the_fault_of_its_line() -> None
     bad, good = (request(name, {"prompt": "x", "stop_token_ids": [token]}) for name, token in (("a", 10_000), ("b", 7)))
     (row,), (fault,) = requests_of([bad, good], [[1], [1]], None, 128, 20, {})
     assert row.sampling.stop_token_ids == (7,)
-    assert (fault.code, "stop_token_ids has token 10000" in fault.message) == ("invalid_value", True)
+    assert (fault.failure.code, "stop_token_ids has token 10000" in fault.failure.message) == ("invalid_value", True)
 
 
 def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.command import ran
 from tests.test_batch_command import line
+from zinfer.core.request import Failure
 from zinfer.job.batch.ledger import Ledger, job_path, merge
-from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
+from zinfer.job.batch.openai import BatchLine, digest, failed, read_requests
 from zinfer.job.shard import Shard, ShardError
 
 COUNT, TOTAL = 10, 3
@@ -44,7 +45,8 @@ def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -
     identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
     with Ledger.open(path, identity, 7 + shard.number) as ledger:
         waiting = [request for request in requests[: len(requests) - leave_out] if request.id not in ledger.done]
-        ledger.add(failure(request, "oom_gpu", "no") for request in reversed(waiting))
+        lost = Failure(code="oom_gpu", message="no")
+        ledger.add(failed(request, lost) for request in reversed(waiting))
         ledger.finish()
     return path
 

@@ -166,7 +166,7 @@ def test_a_faulty_grammar_ends_its_own_row_alone(fault: str, message: str, finis
         monkeypatch.setattr(grammar, "MASK_S", -1.0)
     if fault == "panic":
         monkeypatch.setattr(grammar.Grammar, "fill", panicking)
-    faulty = by_schema(CITY) if fault != "wrong" else json.dumps({"grammars": [structure.regex("(")]})
+    faulty = by_schema(CITY) if fault != "wrong" else json.dumps({"grammars": [structure.asked("regex", "(")]})
     texts = [faulty, "", *[by_schema(CITY)] * (fault == "wrong")]
     rows = finish(rows_of(texts, 4))
     assert rows[0].failure is not None
@@ -190,12 +190,12 @@ def test_a_row_dropped_while_it_compiles_is_gone(engine: Engine, tokenizer: Toke
 @pytest.mark.parametrize(
     ("part", "why"),
     [
-        (structure.regex("(" * 5000), "regex"),
+        (structure.asked("regex", "(" * 5000), "regex"),
         (structure.json_schema(FOREVER | {"multipleOf": 100_003}), "CPU time"),
         (structure.json_schema({"type": "object", "frobnicate": 3, "if": {}}), "if"),
         (structure.lark("start: a", "a: a"), "NoExtension"),
         (structure.json_schema({"anyOf": []}), "nsatisfiable"),
-        (structure.ebnf("?"), "xpected"),
+        (structure.asked("grammar", "?"), "xpected"),
     ],
 )
 def test_wrong_and_hostile_grammars_are_refused(

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.results import LINK, case, point, traced
-from zinfer.analysis.timeline import Waits, busy, busy_bandwidth, by_rank, hidden_share, idle, length_ms, share, waits
+from zinfer.analysis.timeline import busy, busy_bandwidth, by_rank, idle, length_ms, share, total_ms
 from zinfer.record.measurement import Effective, Span
 from zinfer.record.measurement import spans as stored
 
@@ -33,12 +33,6 @@ def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
             stored([wrong])
 
 
-def test_a_gather_is_hidden_where_the_link_works_too() -> None:
-    step = spans(("copy", 0, 0, 40), ("copy", 1, 50, 90), ("gather", 0, 20, 30), ("gather", 1, 35, 65))
-    assert hidden_share(step, "gather") == pytest.approx((10 + 5 + 15) / 40)
-    assert hidden_share(step, "unpack") == 1
-
-
 # link: 10 idle, 30 busy, 5 idle, 20 busy in two overlapping copies, 5 idle; meanwhile layers compute
 STEP = spans(
     ("compute", None, 1, 2),
@@ -56,15 +50,11 @@ def test_busy_and_idle_fill_the_step() -> None:
     assert length_ms(STEP) == 70
     assert busy(STEP, "copy") == ((10, 40), (45, 65))
     assert idle(STEP) == ((0, 10), (40, 45), (65, 70))
+    assert total_ms(idle(STEP)) == 20
     assert busy(STEP, "unpack") == ()
     assert idle(STEP, "unpack") == ((0, 70),)
     assert share(STEP, "copy") == pytest.approx(50 / 70)
     assert share(STEP, "compute") == pytest.approx(22 / 70)
-
-
-def test_waits_are_listed_by_place_and_by_what_runs_meanwhile() -> None:
-    assert waits(STEP) == Waits(before_ms=10, between_ms=5, after_ms=5, working_ms=1 + 6 + 3 + 5)
-    assert waits(STEP).total_ms == 20
 
 
 def test_a_step_that_hands_a_copy_on_ends_with_its_computation() -> None:
@@ -72,7 +62,7 @@ def test_a_step_that_hands_a_copy_on_ends_with_its_computation() -> None:
     step += spans(("copy", 0, 45, 70))
     assert length_ms(step) == 48
     assert busy(step, "copy") == ((0, 48),)
-    assert waits(step).total_ms == 0
+    assert idle(step) == ()
     cold = spans(("copy", 0, -25, 0), ("compute", 0, 1, 4), ("copy", 1, 4, 30), ("compute", 1, 2, 8))
     assert length_ms(cold) == 30, "what had arrived before the step is none of it"
     assert idle(cold) == ((0, 4),)
@@ -81,23 +71,21 @@ def test_a_step_that_hands_a_copy_on_ends_with_its_computation() -> None:
 @pytest.mark.parametrize("running", [False, True])
 def test_a_ring_s_step_is_its_bytes_and_its_waits(running: bool) -> None:
     step = traced(layers=20, copy_ms=50, running=running)
-    assert length_ms(step) == pytest.approx(20 * 50 + waits(step).total_ms, rel=0.003)
-    assert waits(step).total_ms == pytest.approx(0.1 if running else 4.2, abs=0.2)
-    assert waits(step).after_ms == 0
+    assert length_ms(step) == pytest.approx(20 * 50 + total_ms(idle(step)), rel=0.003)
+    assert total_ms(idle(step)) == pytest.approx(0.1 if running else 4.2, abs=0.2)
 
 
-def test_a_disk_reads_on_for_the_next_step_and_tells_why_the_link_waits() -> None:
+def test_a_disk_reads_on_for_the_next_step() -> None:
     step = (*STEP, *spans(("disk", 2, -5, 42), ("disk", 3, 41, 50), ("disk", 0, 66, 90)))
     assert length_ms(step) == 70, "the next step has the rest"
     assert busy(step, "disk") == ((0, 50), (66, 70))
-    assert waits(step) == Waits(before_ms=10, between_ms=5, after_ms=5, working_ms=15, reading_ms=10 + 5 + 4)
 
 
 def test_an_empty_trace_has_no_timeline() -> None:
-    assert length_ms(()) == share((), "copy") == waits(()).total_ms == 0
+    assert length_ms(()) == share((), "copy") == total_ms(idle(())) == 0
     assert busy((), "copy") == idle(()) == ()
     alone = spans(("compute", 0, 0, 8))
-    assert waits(alone) == Waits(8, 0, 0, 8)
+    assert idle(alone) == ((0, 8),)
 
 
 def test_the_busy_link_s_bandwidth_is_that_of_what_crosses_it() -> None:

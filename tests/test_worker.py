@@ -39,8 +39,7 @@ from zinfer.record.study import Position
 from zinfer.system.documents import DocumentError
 from zinfer.worker import tasks
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
-from zinfer.worker.server import imported
-from zinfer.worker.session import Session, not_as_asked
+from zinfer.worker.session import Session, import_engine, not_as_asked
 from zinfer.worker.tasks import BatchStart, BatchStep, Command, PrefixReuse
 
 
@@ -91,7 +90,7 @@ def test_a_point_holds_every_sample() -> None:
 def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(name: str) -> None:
     gc.unfreeze()
     library = [FakeEngine]
-    make = partial(imported, f"tests.fakes:{name}", early=False)
+    make = partial(import_engine, f"tests.fakes:{name}", early=False)
     try:
         with pytest.raises(AttributeError) if name == "Missing" else nullcontext():
             assert make()(make_plan(case(), SPEC, MACHINE), silent).plan.case == case()
@@ -321,9 +320,8 @@ def test_each_command_has_a_function(command: type[Command[Any]]) -> None:
 
 def test_commands_and_answers_travel_as_they_are() -> None:
     """Functions get the command sent, callers get the answer given."""
-    command = tasks.LogitsCompare(
-        prompts=[[1]], tokens=[[4]], first=0, logits=tasks.LogitsFile(file="f", dtype="float32", shape=(1, 1, 8))
-    )
+    logits = tasks.LogitsRecorded(tokens=[[4]], file="f", dtype="float32", shape=(1, 1, 8))
+    command = tasks.LogitsCompare(prompts=[[1]], first=0, logits=logits)
     answer = [[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]
     got: list[Command[Any]] = []
 

@@ -238,7 +238,8 @@ def cells(workload: Workload, entry: Entry) -> Cells:
     last, points = entry.last, [point for point in entry.points if isinstance(point, Measurement)]
     where = f"{len(entry.points)}", gb(entry.gpu_bytes, 0) if entry.gpu_bytes else "", f"{entry.host_rows or ''}"
     if isinstance(last, RequestPoint):
-        rates, waiting, right = entry.rates(), entry.rates("waiting_tok_s"), last.acceptance
+        rates, waiting, counts = entry.rates(), entry.rates("waiting_tok_s"), last.counts
+        right = counts.accepted / counts.checked if counts.checked else None
         times = [last.summary("ttft_ms"), last.summary("tpot_ms")]
         return (
             entry.label,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -42,9 +42,6 @@ from zinfer.system import local
 from zinfer.worker import process
 from zinfer.worker.process import WorkerError
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
-
-if TYPE_CHECKING:
-    import pandas
 
 AHEAD = 256  # rows that wait in the worker
 STREAM_S, TURN_S = 0.05, 1.0  # seconds of decoding between two answers of the worker, of a stream and else
@@ -332,16 +329,8 @@ class Results:
 
     def rows(self, requests: bool = False) -> list[export.Row]:
         """Return the rows of `zinfer export`: a dict a point, or a load of requests."""
-        each = self.by_file.items()
-        if requests:
-            return export.request_table(((name, it) for name, records in each for it in records.requests), goodput)
-        return export.table((name, point) for name, records in each for point in records.points)
-
-    def frame(self, requests: bool = False) -> "pandas.DataFrame":
-        """Return `rows` as a frame of pandas. Raises ImportError without pandas."""
-        import pandas
-
-        return pandas.DataFrame(self.rows(requests))
+        files = self.by_file.items()
+        return export.request_table(files, goodput) if requests else export.table(files)
 
 
 def results(path: str | Path | None = None) -> Results:

@@ -27,8 +27,6 @@ from zinfer.record.requests import METRICS, RequestMetric, RequestPoint
 from zinfer.record.stats import ci95_half_width
 
 Answers = dict[Group | RequestGroup, Decision]
-SLICES = "SLICES: the first layers of a model, whose memory is not the model's"
-REQUESTS = "REQUESTS: of different lengths, which come and end at any time"
 
 
 @click.command("best", cls=Verb)
@@ -93,13 +91,9 @@ def _print(
     answers: Answers,
 ) -> None:
     """Print the groups: whole models before slices, loads of requests last."""
-    both, last = len({group.layers is None for group in wanted}) == 2, ""
     every: list[Group | RequestGroup] = [*wanted, *served]
     for number, group in enumerate(every):
-        heading = SLICES if both and group.layers is not None else ""
-        heading = heading if isinstance(group, Group) else REQUESTS * bool(wanted)
-        click.echo("\n" * (number > 0) + f"{heading}\n\n" * bool(heading and heading != last), nl=False)
-        last = heading
+        click.echo("\n" * (number > 0), nl=False)
         if isinstance(group, Group):
             cautions = _print_points(group, wanted[group], answers.get(group))
         else:
@@ -198,14 +192,14 @@ def _request_table(rows: list[RequestRates]) -> Table:
         "#loads": lambda row: str(len(row.rates)),
         "#tok/s": lambda row: figures(row.mean),
         "#range": lambda row: row.range,
-        "#steady tok/s": lambda row: cell(row.point.steady_tok_s),
+        "#tok/s while others waited": lambda row: cell(row.point.waiting_tok_s),
         "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
         "#TPOT": lambda row: milliseconds(row.point.tpot_ms),
         "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
         "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
         "#GPU peak": lambda row: cell(row.point.gpu_bytes, gib),
     }
-    return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
+    return table_of(columns, rows, drop=("GPU peak", "range", "tok/s while others waited", "E2E p99"))
 
 
 def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str, Any]:
@@ -213,7 +207,7 @@ def _request_summary(group: RequestGroup, rows: list[RequestRates]) -> dict[str,
         (_point_row(row.point) or {})
         | {"lossy": row.point.case.lossy, "loads": len(row.rates)}
         | {"output_tok_s": row.mean, "output_tok_s_of_loads": row.rates}
-        | {name: getattr(row.point, name) for name in ("steady_tok_s", "drafts_right")}
+        | {name: getattr(row.point, name) for name in ("waiting_tok_s", "drafts_right")}
         | {name: time and time._asdict() for name in METRICS for time in [row.point.summary(name)]}
         for row in rows
     ]

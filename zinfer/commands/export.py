@@ -13,9 +13,7 @@ from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.export import WRITERS, request_table, table
-from zinfer.record.measurement import Measurement
-from zinfer.record.requests import RequestPoint
-from zinfer.record.store import files, read
+from zinfer.record.store import Records, files, read
 from zinfer.system.printable import printable
 
 
@@ -35,25 +33,23 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     zinfer export -o all.csv
     """
     ending = output.suffix.removeprefix(".").lower() if output else ""
-    points: list[tuple[str, Measurement]] = []
-    served: list[tuple[str, RequestPoint]] = []
+    by_file: dict[str, Records] = {}
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
-        by_file = [(str(file), warned(read(file))) for file in files(path)] if path.exists() else []
-        equal = [(file, point) for file, records in by_file for point in records.points]
-        loads = [(file, point) for file, records in by_file for point in records.requests]
+        of_path = {str(file): warned(read(file)) for file in files(path)} if path.exists() else {}
+        equal, loads = (any(getattr(each, kind) for each in of_path.values()) for kind in ("points", "requests"))
         if not (loads if requests else equal):
             other = f"{'leave out' if requests else 'add'} --requests"
             hint = other if equal or loads else "measure first, with `zinfer sweep`"
             raise Failure(f"nothing to export in {path}: {hint}", NOTHING)
-        if output and any(output.resolve() == Path(file).resolve() for file, _ in by_file):
+        if output and any(output.resolve() == Path(file).resolve() for file in of_path):
             raise Failure(f"{output} is one of the result files: name another file with -o")
-        points, served = points + equal, served + loads
+        by_file |= of_path
     if form is None and ending not in ("", "txt", *WRITERS):
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in .csv or .json, or choose with --format")
-    rows = request_table(served, goodput) if requests else table(points)
+    rows = request_table(by_file.items(), goodput) if requests else table(by_file.items())
     content = WRITERS[form or (ending if ending in WRITERS else "csv")](rows)
-    if served and not requests:
-        say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
+    if (served := sum(len(records.requests) for records in by_file.values())) and not requests:
+        say(f"{counted(served, 'load')} of requests left out: --requests writes them", err=True)
     if output is None:
         # a terminal is for reading: what would move its cursor is written out; a file or a pipe gets every character
         click.echo(printable(content.decode()) if sys.stdout.isatty() else content, nl=False)

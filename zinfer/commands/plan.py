@@ -144,9 +144,6 @@ def command(recipe: str | None, listed: str | None, calibrate: Path | None, **gi
                 say(line)
         click.echo()
         _print_machine(machines[0], calibrated)
-    used = () if given["as_json"] else {plan.case.engine for plan in plans}
-    for engine in filter(used.__contains__, efficiencies):
-        say(f"{engine}: {efficiencies[engine].describe()}")
     what_ifs = sorted({f"{name} is a what-if: no engine runs it so" for plan in plans for name in _hypothetical(plan)})
     for remark in dict.fromkeys([*(() if several else _remarks(plans)), *what_ifs]):
         say(remark, err=True)

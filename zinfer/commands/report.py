@@ -1,8 +1,6 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
-import gc
 import os
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -20,11 +18,11 @@ from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import ENVIRONMENT, NOTHING, ZinferError
 from zinfer.record import study
 from zinfer.record.measurement import Recorded
-from zinfer.record.store import Records, files
+from zinfer.record.store import Records
 from zinfer.report import contents
 from zinfer.report.document import Document, html
-from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.live import LiveServer
+from zinfer.report.measured import Findings, WorkloadFindings
 
 
 @click.command("report", cls=Verb)
@@ -65,13 +63,12 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
     """Serve the report until a signal. Raises Failure if the port is taken."""
 
     def made() -> str:
-        gc.collect()  # figures are cycles, and `Chosen.read` exempts what is left of the last ones from collection
         try:
             document = contents.document(_findings(chosen, model)._replace(**more))
         except (Failure, ZinferError) as error:
             why = f"Nothing to show yet: {error}. This page looks again by itself."
             document = Document("Capacity report", why, ())
-        return html(document, live=True)
+        return html(document)
 
     try:
         server = LiveServer(port)
@@ -80,19 +77,7 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         raise Failure(why, ENVIRONMENT) from None
     os.nice(19)  # what is measured goes first
     say(f"the report is at {server.address}, until ctrl-C")
-    server.run(made, lambda: _state(chosen))
-
-
-def _state(chosen: Chosen) -> set[tuple[Path, int, int]]:
-    """Return the files of a report, with their sizes and times."""
-    read = {file for root in chosen.roots() for file in files(root)}
-    folders = {*(file.parent for file in read), *filter(Path.is_dir, chosen.roots())}
-    state = set()
-    for file in read.union(*(folder.glob("*.json*") for folder in folders)):
-        with suppress(OSError):
-            stat = file.stat()
-            state.add((file, stat.st_size, stat.st_ctime_ns))
-    return state
+    server.run(made)
 
 
 def _findings(chosen: Chosen, model: str | None) -> Findings:
@@ -107,13 +92,11 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
     named = product(get_args(study.StudyName), folders, ("json", "jsonl"))
     paths = [(folder / f"{name}.{suffix}", name) for name, folder, suffix in named]
     studies = [study.read(path, name) for path, name in paths if path.exists()]
-    sweeps = {(point.machine, point.case): file for file, records in by_file for point in records.points}
     loads = loads_of(every.points)
     workloads: list[WorkloadFindings] = []
     for group, points in groups(every.points).items():
-        files = dict.fromkeys(sweeps[group.machine, point.case] for point in points)
         rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, rates))
+        workloads.append(WorkloadFindings(group, points, rates))
     all_runs = [run for read in studies for run in read.runs if chosen.keeps(run.machine)]
     described = {name: machine for root in chosen.roots() for name, machine in load_machines(root).items()}
     names = dict.fromkeys(workload.group.machine for workload in workloads)

@@ -5,7 +5,7 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -19,19 +19,20 @@ from zinfer.commands import options
 from zinfer.commands.options import SIZE, Parsed, chat_template, option, option_group
 from zinfer.commands.verb import TEXT, Failure, Verb
 from zinfer.commands.watch import Watch
+from zinfer.core.case import MAX_COUNT
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError, check_positions
-from zinfer.core.request import Request, Sampling, Update, nth_seed
+from zinfer.core.request import Request, Update, nth_seed
 from zinfer.core.units import counted, duration, figures
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer_process import Prompt, Refusal, TokenizerProcess
 from zinfer.job.batch.packing import best_plan
 from zinfer.job.driver import Driver
-from zinfer.job.openai import check_tokens, read_grammar, read_sampling
+from zinfer.job.openai import Asked, ServerLimits, read_body
 from zinfer.job.recipe import engine_recipe
 from zinfer.job.signals import Signals
-from zinfer.job.structure import PLAIN, Form, Parser, form_of
+from zinfer.job.structure import Parser, form_of
 from zinfer.system import documents
 from zinfer.system.documents import parse_json
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -58,11 +59,14 @@ def _bias(text: str) -> dict[str, float]:
 
 
 JSON = Parsed("JSON", _object)
-TOKENS = options.comma_list("ID,..", int, "token ids with commas between")
+TOKENS = options.Parsed("ID,..", lambda text: [*map(int, text.split(","))], "token ids with commas between")
 BIAS = Parsed("ID=X,..", _bias, "token ids and what is added, as 11=-100,42=2.5")
 OF_A_CHAT = ("system", "chat_template", "chat_template_kwargs", "kv_cache_size")
 DRAWN = ("top_p", "top_k", "min_p")  # without an effect on greedy text
-EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens")
+SAMPLED = (  # fields of a request's body
+    *DRAWN, "temperature", "seed", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "stop_token_ids", "min_tokens", "structured_outputs",
+)  # fmt: skip
 sampling_options = option_group(  # as in bodies of requests, which have the same limits
     option("--top-k", int, "Sample among so many tokens; 0 is all.  [default: 0]"),
     option("--min-p", float, "Sample among tokens with this share of the likeliest one's chance.  [default: 0]"),
@@ -127,11 +131,11 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
     job = options.prepared("run", how)
     spec, tokenizer = job.source.spec, job.tokenizer
-    form = form_of(tokenizer.facts) if chat else PLAIN
-    sampling = _sampling(how, form)
-    check_tokens(sampling, spec.vocab_size)
+    body = {name: how[name] for name in SAMPLED if how[name] is not None} | {"max_tokens": output_len, "stream": True}
+    body |= {"messages": [{"role": "user", "content": ""}]} if chat else {"prompt": texts}
+    asked = read_body(body, chat, ServerLimits(spec.vocab_size, MAX_COUNT), form_of(tokenizer.facts))
     dialogue = Dialogue(tokenizer, how["system"], how["chat_template_kwargs"]) if chat else None
-    prompt_ids = [] if chat else _encoded(tokenizer, texts, sampling.grammar)
+    prompt_ids = [] if chat else _encoded(tokenizer, texts, asked.prompts)
     longest = max(map(len, prompt_ids), default=1)
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.this_machine(how["nvme_path"], how["gpu_memory"])
@@ -149,16 +153,14 @@ def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
                     watch.quiet()
                     room = largest_load(planner, [(length, output_len)], 1)
                     opening = BatchStart(load=room, rows=1, arrivals=True, cache_size=how["kv_cache_size"])
-                    limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
-                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json, form)
+                        talk(worker, dialogue, turns(texts), opening, asked, spec.max_position, watch.message, as_json)
                     return
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
                 rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
                 workload = largest_load(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
-                asked = output_len, sampling, how["ignore_eos"]
-                requests = [prompt_request(number, ids, *asked) for number, ids in enumerate(prompt_ids)]
+                requests = [nth_request(asked, number, ids, output_len) for number, ids in enumerate(prompt_ids)]
                 answers = Answers(texts, list(map(len, prompt_ids)), as_json)
                 with Stop() as stop, driver.lend() as worker:
                     worker.ask(BatchStart(load=workload, rows=rows))
@@ -328,12 +330,9 @@ class Dialogue:
         self._messages += [self._turn, {"role": "assistant", "content": text} | thought]
 
 
-def prompt_request(
-    number: int, ids: list[int], left: int, sampling: Sampling, ignore_eos: bool, **fields: Any
-) -> Request:
-    """Return the request for a streamed answer; `number` is its key, and seeds it."""
-    seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-    return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, stream=True, **fields)
+def nth_request(asked: Asked, number: int, ids: list[int], left: int) -> Request:
+    """Return the request for an answer; `number` is its key, and seeds it."""
+    return asked.request(ids, left, nth_seed(asked.seed or "0", number), key=number, owner=number)
 
 
 def talk(
@@ -341,17 +340,17 @@ def talk(
     dialogue: Dialogue,
     prompts: Iterable[str],
     opening: BatchStart,
-    limits: tuple[int, int | None, Sampling, bool],
+    asked: Asked,
+    positions: int | None,
     on_message: Callable[[str], None],
     as_json: bool,
-    form: Form = PLAIN,
 ) -> None:
     """Hold a conversation of the turns `prompts` with a loaded worker: each is a batch of one row.
 
-    Answers have a `form`. `limits` are output tokens, positions, sampling, and whether to go past an end. Raises
-    ModelError for a turn without tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    Each answer is what `asked` says, within the model's `positions`. Raises ModelError for a turn without tokens,
+    WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
-    output_len, positions, sampling, ignore_eos = limits
+    output_len = asked.output_len or ANSWER
     if not dialogue.template:
         on_message("the model has no chat template: turns and answers follow each other as they are")
     started = worker.ask(opening)
@@ -363,8 +362,8 @@ def talk(
         left = output_len if positions is None else min(output_len, positions - len(ids))
         if left < 1:
             raise ModelError(f"the conversation has {len(ids)} tokens, and the model {positions} positions")
-        request = prompt_request(number, ids, left, sampling, ignore_eos, chat=True, special=form.calls == "harmony")
-        answer, screen, seconds = Answer(prompt, len(ids)), _Screen(Parser(form, (), ids), as_json), 0.0
+        request, answer = nth_request(asked, number, ids, left), Answer(prompt, len(ids))
+        screen, seconds = _Screen(asked.parser(ids), as_json), 0.0
         with Stop() as stop:
             for requests in chain([[request]], repeat([])):
                 step = worker.ask(BatchStep(requests=requests, answer_s=0))
@@ -377,7 +376,7 @@ def talk(
         if answer.finish_reason is None:
             worker.ask(BatchStep(drop=[number], answer_s=0))
             screen.show(ended=True)
-        parsed = Parser(form, (), ids).add(answer.text, ended=True)
+        parsed = asked.parser(ids).add(answer.text, ended=True)
         dialogue.answered(parsed.content, parsed.reasoning)
         turn = {"turn": number + 1} | answer.row() | {"output_text": parsed.content}
         turn |= {"reasoning_content": parsed.reasoning, "reloaded_tokens": answer.reloaded}
@@ -454,9 +453,8 @@ class _Screen:
             show_generated(new.content)
 
 
-def _encoded(tokenizer: TokenizerProcess, texts: list[str], grammar: str) -> list[list[int]]:
+def _encoded(tokenizer: TokenizerProcess, texts: list[str], prompts: Sequence[Any]) -> list[list[int]]:
     """Return the token ids of each prompt. Raises ModelError for a prompt without any, and a wrong grammar."""
-    prompts: list[Prompt] = [{"prompt": text, "grammar": grammar} if grammar else text for text in texts]
     prompt_ids = []
     for text, ids in zip(texts, tokenizer.encode(prompts), strict=True):
         if isinstance(ids, Refusal):
@@ -464,14 +462,6 @@ def _encoded(tokenizer: TokenizerProcess, texts: list[str], grammar: str) -> lis
         prompt_ids.append(ids)
     tokenizer.close()
     return prompt_ids
-
-
-def _sampling(how: dict[str, Any], form: Form) -> Sampling:
-    """Return the sampling of the options, for answers of a `form`. Raises Refused for a value out of its limits."""
-    given = {name: how[name] for name in (*DRAWN, *EDITS) if how[name] is not None}
-    given |= {"stop_token_ids": list(given["stop_token_ids"])} if "stop_token_ids" in given else {}
-    settings = {"temperature": how["temperature"], "seed": str(how["seed"]), "grammar": read_grammar(how, form)}
-    return read_sampling(given).model_copy(update=settings)
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:

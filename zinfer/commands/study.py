@@ -22,11 +22,11 @@ from zinfer.job import sweep
 from zinfer.job.accuracy import AccuracyStudy, describe, text_of
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted, Signals
-from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.planner import Plan
 from zinfer.record import study
 from zinfer.record.study import Failed, Reload, Study, Text
 from zinfer.system.local import RESULTS
-from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
+from zinfer.worker.process import WorkerError, study_header
 from zinfer.worker.tasks import Facts, PrefixReuse
 
 
@@ -184,8 +184,8 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
         jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
         if not jobs:
             raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
-        cases = [(job.cases[0].with_batch(how["batch_size"]), job.target) for job in jobs]
-        return [(make_plan(case, source.spec, machine, nvme_path), target) for case, target in cases]
+        cases = [job.cases[0].with_batch(how["batch_size"]) for job in jobs]
+        return [(job.planner.at(case.workload), job.target) for job, case in zip(jobs, cases, strict=True)]
 
     for choice in options.offload_choices(offload, gpu_weights):
         ((reference, target),) = plans(choice, {}, how["model"], source)
@@ -281,12 +281,9 @@ def _run(job: sweep.LoadJob, watch: Watch, debug: bool, how: dict[str, Any]) -> 
                     with driver.lend() as worker:
                         point = worker.ask(asked)
                     watch.message(f"{context:,} tokens measured")
-                except TaskFailed as error:  # a longer context would fail, too
+                except WorkerError as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})
                     failed = f"{context:,} tokens failed ({error.status})"
-                except WorkerDied as death:
-                    failed = f"{death.status}: {death}"
-                    point = point.model_copy(update={"skipped": failed})
             points.append(point)
     case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
     return Study(

@@ -24,7 +24,7 @@ from zinfer.plan.planner import Plan
 from zinfer.record.study import Along, Deviation, Failed, Position, StudyError
 from zinfer.system import documents, scratch
 from zinfer.worker.process import Client, WorkerError
-from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
+from zinfer.worker.tasks import LogitsCompare, LogitsRecord, LogitsRecorded
 
 
 class AccuracyRow(NamedTuple):
@@ -34,36 +34,32 @@ class AccuracyRow(NamedTuple):
     tokens: list[int] | None
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """Batch of rows that the reference ran: the tokens that followed, and the file of its logits."""
+class Recorded(NamedTuple):
+    """Batch of rows that the reference ran, with their tokens and logits."""
 
     rows: Sequence[AccuracyRow]
-    tokens: list[list[int]]
-    lengths: list[int]  # up to the token that ended the row's own text, if one did
-    logits: LogitsFile
+    lengths: list[int]  # of the tokens, up to the one that ended the row's own text, if one did
+    logits: LogitsRecorded
 
 
 def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, ends: frozenset[int]) -> Recorded:
     """Run `rows` through the reference for `steps` tokens; store logits. `ends` end a row's own text."""
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
-    answer = worker.ask(LogitsRecord(prompts=prompts, tokens=given, steps=steps, file=file))
+    logits = worker.ask(LogitsRecord(prompts=prompts, tokens=given, steps=steps, file=file))
     lengths = [
         next((i + 1 for i, token in enumerate(tokens) if row.tokens is None and token in ends), steps)
-        for row, tokens in zip(rows, answer.tokens, strict=True)
+        for row, tokens in zip(rows, logits.tokens, strict=True)
     ]
-    return Recorded(rows, answer.tokens, lengths, answer.logits)
+    return Recorded(rows, lengths, logits)
 
 
 def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
     """Compare the setting with the logits of `batch`, `size` rows at once; return each row's positions."""
     size, positions = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
-        part = slice(first, first + size)
-        prompts = [row.prompt for row in batch.rows[part]]
-        request = LogitsCompare(prompts=prompts, tokens=batch.tokens[part], first=first, logits=batch.logits)
-        answer = worker.ask(request)
-        positions += answer
+        prompts = [row.prompt for row in batch.rows[first : first + size]]
+        compared = worker.ask(LogitsCompare(prompts=prompts, first=first, logits=batch.logits))
+        positions += compared
     return positions
 
 

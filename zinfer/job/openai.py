@@ -156,10 +156,10 @@ def read_body(
     tools = _tools(given, body, form)
     prompts: tuple[Prompt, ...] = (_chat(given, tools),) if chat else _prompts(given[subject], served)
     output_len = _whole(given, length, 0 if served and given.get("echo") is True else 1) if length in given else None
-    sampling = read_sampling(given, None if served is None else served.vocab_size)
+    sampling = _sampling(given, None if served is None else served.vocab_size)
     if output_len is not None and sampling.min_tokens > output_len:
         raise Refused("invalid_value", f"min_tokens {sampling.min_tokens} exceeds {length}", "min_tokens")
-    if text := read_grammar(given, form if chat else structure.PLAIN, tools):  # it is tried with its prompt
+    if text := _grammar(given, form if chat else structure.PLAIN, tools):  # it is tried with its prompt
         prompts = tuple((it if isinstance(it, dict) else {"prompt": it}) | {"grammar": text} for it in prompts)
     for name in ("min_tokens", "ignore_eos"):
         if text and given.get(name):
@@ -269,7 +269,7 @@ def _whole(body: Mapping[str, Any], key: str, low: int | None, high: int = MAX_C
     return value
 
 
-def read_sampling(given: Mapping[str, Any], vocab_size: int | None = None) -> Sampling:
+def _sampling(given: Mapping[str, Any], vocab_size: int | None) -> Sampling:
     """Return the sampling of a body's fields, at temperature 1 by default. Raises Refused."""
     fields: dict[str, Any] = {"temperature": 1.0}
     given = {name: value for name, value in given.items() if (name, value) != ("top_k", -1)}  # which takes all, too
@@ -341,7 +341,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
 # Structure
 
 
-def read_grammar(given: Mapping[str, Any], form: Form = structure.PLAIN, tools: Tools = NO_TOOLS) -> str:
+def _grammar(given: Mapping[str, Any], form: Form, tools: Tools) -> str:
     """Return the grammar that a body's fields ask for, "" without any. Raises Refused."""
     answers = [*_response_format(given.get("response_format")), *_structured(given.get("structured_outputs"))]
     if not answers and not tools.required:
@@ -364,7 +364,7 @@ def _response_format(asked: Any) -> list[dict[str, Any]]:
     if kind in (None, "text"):
         return []
     if kind == "json_object":
-        return [structure.json_schema({"type": "object"})]
+        return [structure.asked("json_object", True)]
     holder = asked.get("json_schema") if kind == "json_schema" else None
     if not isinstance(holder, dict) or not isinstance(holder.get("schema"), dict):
         why = "response_format must have the type text, json_object, or json_schema with a schema in json_schema"
@@ -378,15 +378,8 @@ def _structured(asked: Any) -> list[dict[str, Any]]:
     if not given:
         return []
     try:
-        ((kind, value),) = given.items()
-        if kind == "json":
-            schema = parse_json(value.encode(), "json") if isinstance(value, str) else value
-            return [structure.json_schema({**schema})]
-        if kind == "json_object" and value is True:
-            return [structure.json_schema({"type": "object"})]
-        if kind == "choice" and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
-            return [structure.choice(value)]
-        return [{"regex": structure.regex, "grammar": structure.ebnf}[kind](value)]
+        (field,) = given.items()
+        return [structure.asked(*field)]
     except (AttributeError, KeyError, TypeError, ValueError, DocumentError):
         why = "structured_outputs must be an object with one of json, json_object, regex, choice and grammar"
         raise Refused("invalid_value", why, "structured_outputs") from None
@@ -538,11 +531,11 @@ def _more(answer: Parsed, first: int = 0) -> dict[str, Any]:
     return reasoning | ({"tool_calls": calls} if calls else {})
 
 
-def error_object(
-    message: str, code: str | None, param: str | None = None, kind: str = "invalid_request_error"
-) -> dict[str, Any]:
+def error_object(failure: Failure) -> dict[str, Any]:
     """Return the body of a refusal or a failure."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(failure.status, "invalid_request_error" if failure.status < 500 else "server_error")
+    return {"error": {"message": failure.message, "type": kind, "param": failure.param, "code": failure.code or None}}
 
 
 def text_logprobs(

@@ -82,7 +82,11 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
     if whole and (lacking := [str(shard) for shard, part in parts.items() if not part.complete]):
         again = f"run them again with --resume, and they go on: --shard {', '.join(lacking)[:600]}"
         raise ShardError(f"{len(lacking):,} of {len(shards):,} shards have not ended: {again}")
-    headers = _common([header for part in parts.values() for header in part.headers])
+    headers = [header for part in parts.values() for header in part.headers]
+    models = {word for header in headers for word in header.model_revision.split(",") if word}
+    alike = {"shard": None, "complete": False, "model_revision": ",".join(sorted(models))}
+    firsts = {_undated(header): header for header in reversed(headers)}  # of each machine and versions
+    headers = [header.model_copy(update=alike) for header in reversed(firsts.values())]
     points = [point for part in parts.values() for point in part.points]
     revisions: dict[object, str] = {}
     for point in points:
@@ -104,12 +108,6 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
     every = [*before.points, *before.requests, *new]
     last = {key_of(point): point for point in every}  # failures that were tried again are left out
     return Outcome([point for point in every if point.status in FINAL or last[key_of(point)] is point])
-
-
-def _common(headers: list[Header]) -> list[Header]:
-    revisions = {word for header in headers for word in header.model_revision.split(",") if word}
-    alike = {"shard": None, "complete": False, "model_revision": ",".join(sorted(revisions))}
-    return [*{_undated(header): header.model_copy(update=alike) for header in reversed(headers)}.values()][::-1]
 
 
 def _undated(header: Header) -> str:

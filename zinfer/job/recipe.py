@@ -167,19 +167,6 @@ class Sweep(Frozen):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
-        loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
-        loads *= math.prod(map(len, self.options.values())) * self.rounds
-        lengths = len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
-        points = loads * lengths * (1 if isinstance(self.batch_size, str) else len(self.batch_size))
-        points += loads * self._request_loads()
-        if loads > LOADS or points > POINTS:
-            asked = f"the axes make {loads:,} loads and {points:,} points"
-            raise ValueError(f"{asked}; a sweep has at most {LOADS:,} and {POINTS:,}")
-        return self
-
-    def _request_loads(self) -> int:
-        """Check the loads of requests; return their number on each load of the model. Raises ValueError."""
         sources = len(self.request_lengths) + (self.requests is not None)
         if not sources:
             for name in ("num_requests", "in_flight", "request_rate", "request_order", "seed", "sla"):
@@ -189,7 +176,16 @@ class Sweep(Frozen):
                 raise ValueError("batch_size: a sweep without requests needs one")
         if self.request_order != "given" and (self.request_rate or "auto" in self.in_flight):
             raise ValueError(ONLY_NUMBERS)
-        return sources * (len(self.in_flight) + len(self.request_rate))
+        budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
+        loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
+        loads *= math.prod(map(len, self.options.values())) * self.rounds
+        lengths = len(self.input_len) * len(self.output_len) * max(1, len(self.machine))
+        points = loads * lengths * (1 if isinstance(self.batch_size, str) else len(self.batch_size))
+        points += loads * sources * (len(self.in_flight) + len(self.request_rate))
+        if loads > LOADS or points > POINTS:
+            asked = f"the axes make {loads:,} loads and {points:,} points"
+            raise ValueError(f"{asked}; a sweep has at most {LOADS:,} and {POINTS:,}")
+        return self
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
         """Yield the loads, with engine recipes resolved and options validated. An engine goes without an option that

@@ -111,7 +111,7 @@ def read_file(path: Path) -> Asked:
 def _asked(path: Path, request: Any) -> AskedRequest:
     if isinstance(request, Fault):
         name = "" if request.custom_id is None else f" {request.custom_id[:60]!r}"
-        raise RequestsError(f"{path}: request{name}: {request.message}")
+        raise RequestsError(f"{path}: request{name}: {request.failure.message}")
     if request.asked.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
     if request.asked.sampling.grammar:

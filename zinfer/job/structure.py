@@ -7,12 +7,13 @@ chat template: thoughts as ``<think>..</think>``, calls as JSON within ``<tool_c
 
 import json
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from zinfer.generation.grammar import THINK, thinks
 from zinfer.generation.sequence import before_a_stop
 from zinfer.generation.tokenizer_process import Facts
+from zinfer.system.documents import parse_json
 
 MAX_GRAMMAR = 1 << 16  # characters of a grammar, tools included
 MAX_TOOLS = 128
@@ -60,20 +61,21 @@ def lark(*rules: str) -> dict[str, Any]:
     return {"lark_grammar": "\n".join(rules)}
 
 
-def choice(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the grammar of one of some texts."""
-    return lark("start: " + " | ".join(map(json.dumps, texts)))
-
-
-def regex(pattern: str) -> dict[str, Any]:
-    """Return the grammar of a regular expression."""
-    escaped = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern, flags=re.S)
-    return lark(f"start: /{escaped}/")
-
-
-def ebnf(text: str) -> dict[str, Any]:
-    """Return the grammar of a text in Lark's form or GBNF."""
-    return {"ebnf": text.strip()}
+def asked(kind: str, value: Any) -> dict[str, Any]:
+    """Return the grammar of a field of vLLM's `structured_outputs`. Raises an error for a wrong one."""
+    if kind == "json":
+        return json_schema({**(parse_json(value.encode(), kind) if isinstance(value, str) else value)})
+    if kind == "json_object" and value is True:
+        return json_schema({"type": "object"})
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        return lark("start: " + " | ".join(map(json.dumps, value)))
+    if kind == "regex":
+        escapes = {"/": r"\/", "\n": r"\n"}
+        escaped = re.sub(r"\\.|/|\n", lambda found: escapes.get(found[0], found[0]), value, flags=re.S)
+        return lark(f"start: /{escaped}/")
+    if kind == "grammar":  # in Lark's form, or GBNF
+        return {"ebnf": value.strip()}
+    raise ValueError(kind)
 
 
 def grammar(form: Form, answer: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], several: bool) -> str:

@@ -42,16 +42,8 @@ Point = Measurement | RequestPoint
 class Outcome(NamedTuple):
     """Points of a sweep. `left` names what `Sweep.minutes` had no room for."""
 
-    all: list[Point]
+    points: list[Point]
     left: tuple[str, ...] = ()
-
-    @property
-    def points(self) -> list[Measurement]:
-        return [point for point in self.all if isinstance(point, Measurement)]
-
-    @property
-    def requests(self) -> list[RequestPoint]:
-        return [point for point in self.all if isinstance(point, RequestPoint)]
 
 
 @dataclass

@@ -332,7 +332,7 @@ class Planner:
 
     def _find_largest(self, input_len: int, output_len: int) -> int:
         workload = Workload(batch_size=1, input_len=input_len, output_len=output_len)
-        return search.largest_batch(lambda batch_size: self.fits(workload.with_batch(batch_size)))
+        return search.largest(lambda batch_size: self.fits(workload.with_batch(batch_size)), search.LARGEST_BATCH)
 
     def _find_why_not(self, input_len: int, output_len: int) -> str | None:
         """Return the refusal in one line: the memory that is short, and settings that would work instead."""

@@ -17,14 +17,6 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
-def largest_batch(fits: Callable[[int], bool]) -> int:
-    """Return the largest batch that `fits`; 0 if none does."""
-    high = 1
-    while fits(high) and high < LARGEST_BATCH:
-        high *= 2
-    return largest(fits, high - 1)
-
-
 def powers(limit: int) -> list[int]:
     """Return 1, 2, 4, .. up to `limit`, and `limit` itself; nothing for 0."""
     return sorted({1 << power for power in range(limit.bit_length())} | {limit} - {0})

@@ -21,7 +21,6 @@ from pydantic import Field
 from zinfer.core.engine import LINKED_BYTES
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.core.units import counted
 from zinfer.core.value import Frozen
 from zinfer.plan.bytes import Placement, Sizes
 
@@ -108,14 +107,6 @@ class Efficiency(Frozen):
         if not model.num_experts or (link_share, mfu) == (self.link_share, self.mfu):
             return self
         return self.model_copy(update={"link_share": link_share, "mfu": mfu})
-
-    def describe(self) -> str:
-        """Return the factors that differ from the defaults, in one line."""
-        default = Efficiency()
-        named = ((name, value) for name, value in self if isinstance(value, float) and value != getattr(default, name))
-        factors = ", ".join(f"{name} {value:.3g}" for name, value in named)
-        kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
-        return f"{factors}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
@@ -364,7 +355,9 @@ class Timing:
         hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
         unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
         limits["compute"] += work.between / placement.gpus / hbm
-        kernels = self._kernels_s(tokens)
+        # A step's small kernels, which no bytes explain.
+        kernels = model.num_layers * RATES.kernel_s + sizes.code_layers * self.efficiency.expert_kernel_s
+        kernels *= tokens is not None and machine.gpu_count > 0
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
         if tokens is None and machine.gpu_count and placement.ring_depth:  # prefills are in no graph
             limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]
@@ -414,11 +407,6 @@ class Timing:
         elif copies and tokens is None:  # a prefill waits for its first layer, or computes the last one after all
             seconds = max(seconds, max(copies, queue) + min(copies, queue) / model.num_layers)
         return Times(seconds=seconds, bound_by=bound, limits=limits)
-
-    def _kernels_s(self, tokens: int | None) -> float:
-        """Return the seconds of a step's small kernels, which no bytes explain."""
-        kernels = self.model.num_layers * RATES.kernel_s + self._sizes.code_layers * self.efficiency.expert_kernel_s
-        return 0.0 if tokens is None or not self.machine.gpu_count else kernels
 
     @property
     def _routed_layers_s(self) -> float:

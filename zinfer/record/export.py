@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.value import group_by
 from zinfer.record.measurement import Effective, Measurement, Recorded, latest
 from zinfer.record.requests import METRICS, PassCounts, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
+from zinfer.record.store import Records
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -95,7 +95,7 @@ def _request_rates(point: RequestPoint) -> Row:
         "mean_output_len": lengths[1],
         **_attributes(point, "wall_ms busy_ms", usable),
         "passes": len(point.pass_ms) or None,
-        **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s steady_tok_s padding link_busy"),
+        **_attributes(point, "output_tok_s input_tok_s request_s waiting_tok_s padding link_busy"),
         **{f"{metric}_{name}": getattr(times[metric], name, None) for metric in METRICS for name in Summary._fields},
         **_fields(PassCounts, point.counts if point.pass_ms else None),
         "kv_positions": point.kv_positions or None,
@@ -103,10 +103,9 @@ def _request_rates(point: RequestPoint) -> Row:
     }
 
 
-def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
+def table(files: Iterable[tuple[str, Records]]) -> list[Row]:
     """Return a row for each file's latest points."""
-    files = group_by(points, lambda pair: pair[0])
-    kept = [(file, point) for file, pairs in files.items() for point in latest(point for _, point in pairs)]
+    kept = [(file, point) for file, records in files for point in latest(records.points)]
     predicted = sorted({name for _, point in kept for name in point.predicted})
     versions = sorted({name for _, point in kept for name in point.versions})
     return [
@@ -117,12 +116,10 @@ def table(points: Iterable[tuple[str, Measurement]]) -> list[Row]:
     ]
 
 
-def request_table(
-    points: Iterable[tuple[str, RequestPoint]], goodput: Callable[[RequestPoint], float | None]
-) -> list[Row]:
+def request_table(files: Iterable[tuple[str, Records]], goodput: Callable[[RequestPoint], float | None]) -> list[Row]:
     """Return a row for each load of requests, repeated ones included."""
     rows = []
-    for file, point in points:
+    for file, point in ((file, point) for file, records in files for point in records.requests):
         asked = point.requests
         texts = {"in_flight": asked.in_flight, "request_rate": asked.request_rate, "request_order": asked.order}
         load = _attributes(asked, "source requests seed")

@@ -5,8 +5,7 @@ gave it a token. TTFT and E2E begin with its arrival. TPOT is the mean time of i
 between any two tokens. Percentiles are by nearest rank.
 """
 
-from collections import Counter
-from itertools import accumulate, pairwise, repeat
+from itertools import pairwise, repeat
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -233,23 +232,6 @@ class RequestPoint(Recorded):
         return self._per_second(self.waiting_tokens, self.waiting_ms)
 
     @property
-    def steady_tok_s(self) -> float | None:
-        """Output tokens a second between full occupancy and the last start. None if that is too short."""
-        firsts, asked = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self.requests.in_flight
-        places = asked if isinstance(asked, int) else 0
-        if isinstance(asked, str):
-            ended = Counter(sample.passes[-1] + 1 for sample in self.samples if sample.runs)
-            begun, passes = Counter(firsts), range(len(self.pass_ms))
-            places = max(accumulate(begun[number] - ended[number] for number in passes), default=0)
-        if not self.usable or not 0 < places < len(firsts):
-            return None
-        begin, end = firsts[places - 1], firsts[-1]
-        if end - begin < self.output_tokens / len(self.samples):
-            return None
-        tokens = sum(begin < number <= end for sample in self.samples for number in sample.passes)
-        return tokens / (self.pass_ms[end] - self.pass_ms[begin]) * 1e3
-
-    @property
     def padding(self) -> float | None:
         """Share of the positions of KV cache read that were padding."""
         return self.counts.padded / self.counts.read if self.counts.read else None
@@ -258,11 +240,6 @@ class RequestPoint(Recorded):
     def drafts_right(self) -> float | None:
         """Share of the verified drafts that were right; None without drafts."""
         return self.counts.accepted / self.counts.drafted if self.counts.drafted else None
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of right drafts among checked ones; None without drafts."""
-        return self.counts.accepted / self.counts.checked if self.counts.checked else None
 
     @property
     def link_busy(self) -> float | None:

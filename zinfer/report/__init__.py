@@ -1,7 +1,7 @@
 """Reports: records turned into a document to decide by, the answer first, then its evidence, failures included.
 
-`findings` is the input; `measured` and `contents` make sections of the blocks of `document`, in the order of
-`contents`; `plot` draws the figures, and `live` serves the page. Equal results give equal bytes::
+`measured` and `contents` make sections of `measured.Findings`, of the blocks of `document`, in the order of `contents`;
+`plot` draws the figures, and `live` serves the page. Equal results give equal bytes::
 
     document.html(contents.document(findings))
 """

@@ -13,8 +13,7 @@ from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement
 from zinfer.report import measured
 from zinfer.report.document import Block, Command, Document, Heading, Items, Row, Section, Signature, Table, Text
-from zinfer.report.findings import Findings, WorkloadFindings
-from zinfer.report.measured import titled
+from zinfer.report.measured import Findings, WorkloadFindings, titled
 
 LOADS = 3  # loads of the model that a result needs behind it, not to be called a single run
 HEADS = ("model", "machine", "configuration", "#tok/s", "#TTFT", "evidence", "verdict")
@@ -32,7 +31,9 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    subtitle = subject + _measured_with(findings.points)
+    days = sorted({point.started_at[:10] for point in findings.points if point.started_at})
+    when = f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}" if days else ""
+    subtitle = subject + (f"Measured {when}." if when else "")
     return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))
 
 
@@ -171,14 +172,6 @@ def _evidence(findings: Findings) -> Iterator[Block]:
     if versions := _versions(findings.points):
         text = "; ".join(f"{name} {', '.join(numbers)}" for name, numbers in versions.items())
         yield Text(f"Versions: {text}. Equal records give this report byte by byte.")
-
-
-def _measured_with(points: Points) -> str:
-    versions, days = _versions(points), sorted({point.started_at[:10] for point in points if point.started_at})
-    names = [f"{name} {', '.join(versions[name])}" for name in ("zinfer", "torch") if name in versions]
-    parts = [f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}"] if days else []
-    parts += [f"with {', '.join(names)}"] if names else []
-    return f"Measured {' '.join(parts)}." if parts else ""
 
 
 def _versions(points: Points) -> dict[str, list[str]]:

@@ -1,19 +1,20 @@
 """Sections about measurements: configurations and percentiles, studies, machines."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from zinfer.analysis import rates, requests, sla, study
-from zinfer.analysis.compare import Change
 from zinfer.analysis.economics import cost
-from zinfer.analysis.group import Points, by_load
+from zinfer.analysis.group import Group, Points, by_load
 from zinfer.analysis.requests import RequestRates
+from zinfer.core.case import Case
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, figures, gib, milliseconds
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import METRICS, RequestPoint
+from zinfer.record.study import Study
 from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Table, Text, table
-from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.plot import style
 from zinfer.report.plot.figures import draw
 
@@ -36,8 +37,6 @@ _NAMES = {
     "nvme_bandwidth": "disk, read",
     "matmul_flops": "matrix product, bf16",
 }
-# Errors, as shares, of which nine in ten predictions of a time, and all of a peak of host memory, have less.
-PLAN_BAND, HOST_BAND = 0.2, 0.1
 DRAWN = 3  # models with a figure: `zinfer plot` draws all
 _PERCENTILES = ("p50", "p90", "p99")
 _TIMES: tuple[sla.Metric, ...] = ("ttft", "tpot")
@@ -45,19 +44,50 @@ _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
     f"few samples is left out: p90 needs {sla.needed('p90')}, p99 {sla.needed('p99')}. In the name of a configuration "
-    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Over the plan: what was "
-    f"measured over what was predicted before, with (!) where they differ by more than {PLAN_BAND:.0%}, in host memory "
-    f"by {HOST_BAND:.0%}. `zinfer plan --model MODEL --machine all --calibrate` predicts other "
-    "machines; with one of them, it says what bounds a step."
+    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. `zinfer plan --model MODEL "
+    "--machine all --calibrate` predicts other machines; with one of them, it says what bounds a step."
 )
 _REQUEST_TIMES = ("configuration", "time", "#mean", "#p50", "#p90", "#p99")
 _REQUEST_WORDS = (
     "Requests of different lengths that come and end at any time, unlike the equal sequences of other tables, with "
     "which they are not compared. Output tok/s are the tokens of answers over the time of the whole load, its end "
-    "included, in which few requests are left; steady tok/s leave out the time before all places were taken and that "
-    "after the last request began. Prompts are computed in the same passes as answers: the rates of both are over the "
-    "same time. Link busy: the weights' bytes of a pass at the link's measured rate, over the time of the passes."
+    "included, in which few requests are left; tok/s while others waited leave that out. Prompts are computed in the "
+    "same passes as answers: the rates of both are over the same time. Link busy: the weights' bytes of a pass at the "
+    "link's measured rate, over the time of the passes."
 )
+
+
+class WorkloadFindings(NamedTuple):
+    """Group of points of one sweep or several."""
+
+    group: Group
+    points: Points
+    loads: Mapping[Case, tuple[float, ...]] = {}  # output tok/s of each usable record of a case, one for each load
+
+    @property
+    def name(self) -> str:
+        """Model, slice, lengths and machine: the name of a table's subject."""
+        return f"{self.group.title}, {self.group.machine}"
+
+
+class Findings(NamedTuple):
+    """Everything that a report is made from. `damaged` names the lines of result files that could not be used."""
+
+    workloads: tuple[WorkloadFindings, ...] = ()
+    damaged: tuple[str, ...] = ()
+    gpu_hour_usd: float | None = None
+    studies: tuple[Study, ...] = ()
+    requests: tuple[RequestPoint, ...] = ()
+    machines: Mapping[str, Machine] = {}  # machines of workloads by name, those that are described
+
+    @property
+    def main(self) -> tuple[WorkloadFindings, ...]:
+        """Workloads of whole models; all of them if there are only slices."""
+        return tuple(workload for workload in self.workloads if workload.group.layers is None) or self.workloads
+
+    @property
+    def points(self) -> Points:
+        return tuple(point for workload in self.workloads for point in workload.points)
 
 
 def results(findings: Findings) -> Iterator[Block]:
@@ -96,16 +126,8 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
 
 
 def _tops(workload: WorkloadFindings, price: float | None) -> Table:
-    top, loads = rates.winner(workload.points), by_load(workload.points)
+    top = rates.winner(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
-
-    def times(point: Measurement) -> str:
-        """Return the fastest configuration's speed-up at the largest batch of both."""
-        if top is None or point.case.load == top.case.load:
-            return ""
-        ours, theirs = (rates.by_batch(loads[case.load]) for case in (top.case, point.case))
-        size = max(ours.keys() & theirs.keys(), default=None)
-        return "" if size is None else f"{Change(theirs[size], ours[size]).times} at {size}"
 
     columns: dict[str, Callable[[Measurement], str]] = {
         "configuration": titled,
@@ -115,9 +137,7 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
         "#link share": lambda point: f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         "#GPU peak": lambda point: gib(point.gpu_bytes) if point.gpu_bytes else "",
         "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
-        "over the plan": over_the_plan,
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
-        "#the fastest at its batch": times,
     }
     if price is not None:
         columns |= {
@@ -125,12 +145,11 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
             "#J a token": lambda point: figures(joules) if (joules := cost(point).j_per_token) else "",
             "energy from": lambda point: cost(point).method or "not read",
         }
-    caption = f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}."
 
     def kind(point: Measurement) -> Kind:
         return "best" if point is top else "" if point.status == "ok" else "failed"
 
-    return table(caption, columns, rates.ranked(workload.points), kind)
+    return table(f"{workload.group.conditions}.", columns, rates.ranked(workload.points), kind)
 
 
 def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
@@ -140,18 +159,6 @@ def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
         return duration(sla.statistic(values, name)) if enough else ""
 
     return cell
-
-
-def over_the_plan(point: Measurement) -> str:
-    """Return measured values over what the plan predicted: ``step 1.31x (!)``. Those beyond a band are marked."""
-    values = (
-        ("TTFT", point.mean_ttft_ms, "ttft_ms", PLAN_BAND),
-        ("step", point.tpot_ms, "step_ms", PLAN_BAND),
-        ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
-    )
-    known = ((name, value, point.predicted.get(key), band) for name, value, key, band in values)
-    ratios = ((name, value / planned, band) for name, value, planned, band in known if value and planned)
-    return ", ".join(f"{name} {ratio:.2f}x" + " (!)" * (abs(ratio - 1) > band) for name, ratio, band in ratios)
 
 
 def _failed(points: Points) -> Table:
@@ -185,7 +192,6 @@ def _loads(points: Iterable[RequestPoint]) -> Iterator[Block]:
         "#output tok/s": lambda row: figures(row.mean),
         "#range": lambda row: row.range,
         "#tok/s while others waited": last(lambda point: point.waiting_tok_s),
-        "#steady tok/s": last(lambda point: point.steady_tok_s),
         "#goodput, requests/s": last(requests.goodput),
         "#link busy": last(lambda point: point.link_busy, "{:.0%}".format),
     }

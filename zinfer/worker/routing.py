@@ -24,23 +24,6 @@ SHARES = (0.1, 0.25, 0.5, 0.75)  # sizes of a cache, as shares of all experts
 Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and of the experts that each chose
 
 
-class Watched:
-    """Observer of the experts that layers choose."""
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.chosen: dict[int, Tensor] = {}  # by layer, [T, K]
-        self.count = 0  # experts of a layer
-        for number, layer in enumerate(layers):
-            modules = routed_experts(layer)
-            if len(modules) == 1:
-                ((_, experts),) = modules
-                self.count = max(weights.shape[0] for weights in experts.parameters(recurse=False))
-                experts.register_forward_pre_hook(partial(self._before, number), with_kwargs=True)
-
-    def _before(self, number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.chosen[number] = [*args, *kwargs.values()][1]
-
-
 def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:
     """Make the steps of `batch_size` rows of those of one row: each row reads a part of the text."""
     length = len(steps) // batch_size
@@ -68,8 +51,8 @@ def replay(steps: Iterable[Step], room: int) -> float:
 
 
 @torch.inference_mode()
-def trace(spec: ModelSpec, chunks: Iterable[Sequence[int]]) -> Iterator[Watched]:
-    """Yield the choices of the model's checkpoint for each of `chunks`. Raises StudyError."""
+def trace(spec: ModelSpec, chunks: Iterable[Sequence[int]]) -> Iterator[dict[int, Tensor]]:
+    """Yield the experts, ``[T, K]``, that each layer chose for a chunk. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
@@ -78,16 +61,24 @@ def trace(spec: ModelSpec, chunks: Iterable[Sequence[int]]) -> Iterator[Watched]
     for name, tensor in weights.items():
         state.entries[name].put(tensor)
     model = state.model.to(device).eval()
-    watched = Watched(state.layers)
-    if not watched.count:
+    chosen, routed = dict[int, Tensor](), False
+
+    def watch(number: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen[number] = [*args, *kwargs.values()][1]
+
+    for number, layer in enumerate(state.layers):
+        if len(modules := routed_experts(layer)) == 1:
+            modules[0][1].register_forward_pre_hook(partial(watch, number), with_kwargs=True)
+            routed = True
+    if not routed:
         raise StudyError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
     for number, chunk in enumerate(chunks):
         token_ids = torch.tensor([chunk], device=device)
         if number == 0:
             model(input_ids=token_ids, use_cache=False)  # which finds the routers
-        watched.chosen.clear()
+        chosen.clear()
         model(input_ids=token_ids, use_cache=False)
-        yield watched
+        yield chosen
 
 
 def measure(
@@ -98,13 +89,11 @@ def measure(
     with TokenizerProcess(spec) as tokenizer:
         chunks, _ = windows(tokenizer, text[1], count, length)
     steps: list[Step] = []
-    watched = None
-    for watched in trace(spec, chunks):
-        layers = sorted((number, chosen.tolist()) for number, chosen in watched.chosen.items())
+    for chosen in trace(spec, chunks):
+        layers = sorted((number, choices.tolist()) for number, choices in chosen.items())
         steps += ([(number, rows[token]) for number, rows in layers] for token in range(length))
         progress(f"{len(steps)} of {count * length} tokens")
-    assert watched is not None
-    every = len(watched.chosen) * watched.count
+    every = len(layers) * spec.num_experts
     sizes = dict.fromkeys(max(1, round(share * every)) for share in SHARES)
     rows, touched = list[Hits](), []
     largest = min(whole_tokens(spec) - 1, len(steps))  # of steps that bring experts on demand
@@ -117,6 +106,6 @@ def measure(
         progress(f"steps of {batch_size} tokens")
     return Study(
         study="routing", model=spec.name, about=about, text=Text(name=text[0], tokens=len(steps)),
-        num_layers=len(watched.chosen), num_experts=watched.count, experts_per_token=len(steps[0][0][1]),
+        num_layers=len(layers), num_experts=spec.num_experts, experts_per_token=len(steps[0][0][1]),
         rows=(*rows, *touched), **start,
     )  # fmt: skip

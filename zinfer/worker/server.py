@@ -1,6 +1,5 @@
 """Worker's end of the socket: commands in, answers and progress out."""
 
-import gc
 import os
 import threading
 import time
@@ -9,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zinfer.system.ending import with_parent
-from zinfer.worker.session import MakeEngine, Session, import_engine
+from zinfer.worker.session import Session
 
 PROGRESS_S = 0.2  # between two messages of progress
 
@@ -21,7 +20,7 @@ class Server:
         self._connection = connection
         self._lock = threading.Lock()
         self._sent_at, self._stage = 0.0, ""
-        self._session = Session(self._on_progress, imported)
+        self._session = Session(self._on_progress)
 
     def serve(self) -> None:
         """Answer command after command until the parent's end is closed; then close the engine."""
@@ -38,17 +37,6 @@ class Server:
         if stage != self._stage or share >= 1 or time.monotonic() - self._sent_at > PROGRESS_S:
             self._sent_at, self._stage = time.monotonic(), stage
             self._send((stage, share))
-
-
-def imported(target: str, early: bool) -> MakeEngine:
-    """Import an engine. Its libraries' 360,000 objects are kept from the garbage collector, whose every run would take
-    0.3 s."""
-    gc.disable()
-    try:
-        return import_engine(target, early)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def main() -> None:

@@ -4,7 +4,9 @@
 """
 
 import gc
+import os
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property, partial
@@ -14,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
+from zinfer.core.engine import OptionError
+from zinfer.core.errors import ENVIRONMENT, INTERNAL, NotFiniteError, ZinferError, error_line, is_out_of_memory
+from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
+from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
-from zinfer.record.measurement import Effective, Measurement
+from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
-from zinfer.worker.failure import failure_of
+from zinfer.system.documents import DocumentError
 from zinfer.worker.process import LoadFailed, TaskFailed, WorkerDied, now, versions
 from zinfer.worker.tasks import BatchStart, BatchStep, Command, Facts, Load, Measure
 
@@ -29,13 +35,27 @@ if TYPE_CHECKING:
 
 MakeEngine = Callable[[Plan, Progress], "Engine"]
 EARLY = (Load, BatchStart, BatchStep)  # commands that can run while the engine still loads
+_STATUSES: dict[Status, tuple[type[BaseException], ...]] = {
+    "nan_output": (NotFiniteError,),
+    "unsupported": (ModelError, EngineError, OptionError, NotImplementedError),
+    "io_error": (CheckpointError, DocumentError, OSError),
+    "cancelled": (KeyboardInterrupt,),
+}
 
 
 def import_engine(target: str, early: bool) -> "MakeEngine":
-    """Import the engine class at ``module:Class``; return what starts it, `early` if it can."""
-    from zinfer.engine import base
+    """Import the engine class at ``module:Class``; return what starts it, `early` if it can.
 
-    return partial(base.load(target).start, early=early)
+    Its libraries' 360,000 objects are kept from the garbage collector, whose every run would take 0.3 s.
+    """
+    gc.disable()
+    try:
+        from zinfer.engine import base
+
+        return partial(base.load(target).start, early=early)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Session:
@@ -209,3 +229,27 @@ def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str |
     if case.offload != "none" and effective.streamed_bytes_per_step == 0 and not all_may_stay:
         return effective.shortfall or f"offload {case.offload} was asked for, and no weight is streamed"
     return effective.shortfall
+
+
+def failure_of(error: BaseException) -> tuple[Status, str, int]:
+    """Return status, line and exit code; with --debug, stderr gets the traceback."""
+    if os.environ.get("ZINFER_DEBUG") == "1":
+        traceback.print_exception(error)
+    status, text = status_of(error), error_line(error)
+    if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
+        text = f"host memory ran out ({text})"
+    exit_code = INTERNAL if status == "crashed" else ENVIRONMENT
+    if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
+        exit_code = error.exit_code
+    return status, text, exit_code
+
+
+def status_of(error: BaseException) -> Status:
+    """Return the status for an exception of loading or measuring."""
+    text = str(error).lower()
+    names = {base.__name__ for base in type(error).__mro__}
+    if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
+        return "oom_gpu"
+    if is_out_of_memory(error):
+        return "oom_host"
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), "crashed")

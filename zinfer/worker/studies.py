@@ -21,7 +21,7 @@ from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.study import Position, Reload
 from zinfer.worker.measure import first_token_ms, prompts
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord, LogitsRecorded, PrefixReuse
+from zinfer.worker.tasks import LogitsCompare, LogitsRecord, LogitsRecorded, PrefixReuse
 
 VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several times over
 
@@ -99,18 +99,16 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
             out.write(logits.cpu().contiguous().view(torch.uint8).numpy().data)
             chosen.append(tokens)
     dtype, shape = str(logits.dtype).removeprefix("torch."), (request.steps, *logits.shape)
-    return LogitsRecorded(
-        tokens=torch.stack(chosen, 1).tolist(), logits=LogitsFile(file=request.file, dtype=dtype, shape=shape)
-    )
+    return LogitsRecorded(tokens=torch.stack(chosen, 1).tolist(), file=request.file, dtype=dtype, shape=shape)
 
 
 def logits_compare(session: Session, request: LogitsCompare) -> list[list[Position]]:
-    """Feed given tokens, and compare their logits with the recorded ones."""
+    """Feed recorded tokens, and compare their logits with the recorded ones."""
     recorded, rows = request.logits, slice(request.first, request.first + len(request.prompts))
     steps, count, vocabulary = recorded.shape
     values = torch.from_file(recorded.file, size=steps * count * vocabulary, dtype=getattr(torch, recorded.dtype))
     deviations: list[Tensor] = []
-    following = _follow(session, request.prompts, request.tokens, steps)
+    following = _follow(session, request.prompts, recorded.tokens[rows], steps)
     for reference, (logits, tokens) in zip(values.view(recorded.shape), following, strict=True):
         size = max(1, VALUES // vocabulary)
         parts = zip(reference[rows].to(logits.device).split(size), logits.split(size), tokens.split(size), strict=True)

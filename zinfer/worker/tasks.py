@@ -133,19 +133,14 @@ class PrefixReuse(Command[Reload]):
     repeats: int
 
 
-class LogitsFile(Frozen):
-    """Logits on disk: their type and their shape, ``[steps, B, V]``."""
+class LogitsRecorded(Frozen):
+    """Tokens that followed each prompt, and their logits in a file. The former are ``[B, steps]``, the latter, of which
+    `shape` is, ``[steps, B, V]``."""
 
+    tokens: list[list[int]]
     file: str
     dtype: str
     shape: tuple[int, int, int]
-
-
-class LogitsRecorded(Frozen):
-    """Tokens that followed each prompt, ``[B, steps]``, and their logits."""
-
-    tokens: list[list[int]]
-    logits: LogitsFile
 
 
 class LogitsRecord(Command[LogitsRecorded]):
@@ -160,11 +155,10 @@ class LogitsRecord(Command[LogitsRecorded]):
 
 
 class LogitsCompare(Command[list[list[Position]]]):
-    """Compare logits along `tokens` with recorded ones. `tokens` follow `prompts`; `first` is the first row's. The
-    answer has the deviation at every step of each row."""
+    """Compare logits along the recorded tokens of rows with the recorded ones. `prompts` are those of the rows from
+    `first` on. The answer has the deviation at every step of each row."""
 
     task = "zinfer.worker.studies:logits_compare"
     prompts: list[list[int]]
-    tokens: list[list[int]]
     first: int
-    logits: LogitsFile
+    logits: LogitsRecorded

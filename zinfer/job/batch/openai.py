@@ -13,10 +13,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from zinfer.core.request import Request
+from zinfer.core.request import Failure, Request
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job import openai
 from zinfer.job.openai import CHAT, COMPLETIONS, Asked, Refused
@@ -45,9 +46,7 @@ class Fault(NamedTuple):
 
     id: str
     custom_id: str | None
-    code: str
-    message: str
-    param: str | None = None
+    failure: Failure
 
 
 class Done(NamedTuple):
@@ -81,7 +80,7 @@ def read_requests(content: bytes, form: Form = PLAIN) -> list[BatchLine | Fault]
                 raise Refused("duplicate_custom_id", why)
             lines.append(_line(key, custom_id, _object(line, number), number, form))
         except Refused as refused:
-            lines.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
+            lines.append(Fault(f"batch_req_{key}", custom_id, refused.failure))
     return lines
 
 
@@ -141,7 +140,7 @@ def requests_of(
             openai.check_tokens(line.asked.sampling, vocab_size)
             limit = openai.answer_limit(line.asked.output_len, len(prompt), positions, output_len)
         except Refused as refused:
-            faults.append(_fault(line, refused.code, str(refused)))
+            faults.append(_fault(line, refused))
             continue
         request = line.asked.request(prompt, limit, key=number)
         ids = output_ids.get(line.id, [])
@@ -161,12 +160,12 @@ def split(
             fitting.append(request)
             continue
         why = f"the prompt's {len(request.prompt_ids)} tokens and {request.limit} of the answer need more memory than "
-        faults.append(_fault(lines[request.key], "context_length_exceeded", why + f"{where} has"))
+        faults.append(_fault(lines[request.key], Refused("context_length_exceeded", why + f"{where} has")))
     return fitting, faults
 
 
-def _fault(line: BatchLine, code: str, message: str) -> Fault:
-    return Fault(line.id, line.custom_id, code, message, line.asked.subject)
+def _fault(line: BatchLine, refused: Refused) -> Fault:
+    return Fault(line.id, line.custom_id, replace(refused.failure, param=line.asked.subject))
 
 
 def answer(
@@ -183,24 +182,24 @@ def answer(
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
     identity, choice = f"{'chatcmpl' if chat else 'cmpl'}-{key}", openai.choice_object(0, chat, parsed, finish_reason)
     body = openai.completion_object(identity, created, model, chat, [choice], usage=openai.usage_object(tokens))
-    return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
+    return _output(line, {"status_code": 200, "request_id": f"req_{key}", "body": body})
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
     """Return the output object of a line that cannot be served: status 400, and `error` for other programs."""
     key = fault.id.removeprefix("batch_req_")
-    body = openai.error_object(fault.message, fault.code, fault.param)
-    response = {"status_code": 400, "request_id": f"req_{key}", "body": body}
-    return _output(fault.id, fault.custom_id, response, {"code": fault.code, "message": fault.message})
+    body = openai.error_object(replace(fault.failure, status=400))
+    return _output(fault, {"status_code": 400, "request_id": f"req_{key}", "body": body}, fault.failure)
 
 
-def failure(line: BatchLine, code: str, message: str) -> dict[str, Any]:
+def failed(line: BatchLine, failure: Failure) -> dict[str, Any]:
     """Return the output object of a line that the machine failed on."""
-    return _output(line.id, line.custom_id, None, {"code": code, "message": message})
+    return _output(line, None, failure)
 
 
-def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> dict[str, Any]:
-    return {"id": identity, "custom_id": custom_id, "response": response, "error": error}
+def _output(line: BatchLine | Fault, response: Any, failure: Failure | None = None) -> dict[str, Any]:
+    error = failure and {"code": failure.code, "message": failure.message}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
 
 
 def encode(record: dict[str, Any]) -> bytes:

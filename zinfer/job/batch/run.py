@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zinfer.core.errors import ENVIRONMENT, ZinferError
-from zinfer.core.request import Request, Update
+from zinfer.core.request import Failure, Request, Update
 from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import largest_load
 from zinfer.job.batch import openai
@@ -175,8 +175,8 @@ class BatchJob:
 
     def _record(self, request: Request, update: Update) -> dict[str, Any]:
         line = self.lines[request.key]
-        if (failure := update.failure) is not None:
-            return openai.failure(line, failure.code, failure.message)
+        if update.failure is not None:
+            return openai.failed(line, update.failure)
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
@@ -207,7 +207,7 @@ class BatchJob:
             self._waiting.add(rows)
             raise JobFailed(f"{message}, and so did the one before; the same command goes on" if rows else message)
         if count == 1:
-            self.ledger.add(openai.failure(self.lines[row.key], error.status, str(error)) for row in rows)
+            self.ledger.add([openai.failed(self.lines[rows[0].key], Failure(code=error.status, message=str(error)))])
             self._end(rows[0], failed=True)
         elif count:
             self._waiting.add(rows)

@@ -42,14 +42,8 @@ PATHS = frozenset({openai.COMPLETIONS, openai.CHAT, "/v1/models", "/health", "/m
 EXCHANGE = "zinfer.exchange"  # of a request, in its scope
 
 
-def _error_body(failure: Failure) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(failure.status, "invalid_request_error" if failure.status < 500 else "server_error")
-    return openai.error_object(failure.message, failure.code or None, failure.param, kind)
-
-
 def _error(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
-    return _json(_error_body(failure), failure.status, headers)
+    return _json(openai.error_object(failure), failure.status, headers)
 
 
 def _refusal(refused: Refused) -> Response:
@@ -221,7 +215,7 @@ async def _events(exchange: Exchange) -> AsyncIterator[str]:
         if over and exchange.asked.usage and failure is None:
             lines.append(exchange.chunk([], usage=True))
         if failure is not None:
-            lines.append(_error_body(replace(failure, param=None)))
+            lines.append(openai.error_object(replace(failure, param=None)))
         text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
         if over and failure is None:
             text += "data: [DONE]\n\n"

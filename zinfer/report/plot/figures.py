@@ -21,7 +21,7 @@ from zinfer.analysis import timeline as step
 from zinfer.analysis.group import Group, Metric, Points, by_load, samples
 from zinfer.analysis.rates import best_by_load, rate_text, tied, winner
 from zinfer.analysis.rates import edges as find_edges
-from zinfer.analysis.timeline import Interval, Spans, Waits
+from zinfer.analysis.timeline import Interval, Spans
 from zinfer.core.units import figures, gb
 from zinfer.core.value import group_by
 from zinfer.record.measurement import Carried, Lane, Measurement
@@ -300,9 +300,8 @@ def _words(point: Measurement) -> list[str]:
         shares = ", ".join(f"{_LANES[lane][1]} {step.share(spans, lane):.1%}" for lane, *_ in _lanes(spans))
         which = f"GPU {spans[0].rank} busy" if len(ranks) > 1 else "Busy"
         lines.append(f"{which}: {shares}{_rate(point, spans)}.")
-        lines.append(_idleness(step.waits(spans), step.length_ms(spans)))
-        if step.busy(spans, "gather"):
-            lines.append(f"The link works during {step.hidden_share(spans, 'gather'):.1%} of the gathers.")
+        waits = step.total_ms(step.idle(spans))
+        lines.append(f"The link waits {_ms(waits)} ms ({waits / step.length_ms(spans):.1%}), where it is hatched.")
     return lines
 
 
@@ -312,17 +311,6 @@ def _rate(point: Measurement, spans: Spans) -> str:
         return ""
     share = f", {rate / measured:.1%} of what it was measured at" if measured else ""
     return f"; the busy link carries {gb(rate)}/s{share}"
-
-
-def _idleness(waits: Waits, end: float) -> str:
-    if waits.total_ms < 0.0005 * end:
-        return f"The link hardly waits: {_ms(waits.total_ms)} ms."
-    places = "before its first copy", "between", "after its last"
-    parts = zip((waits.before_ms, waits.between_ms, waits.after_ms), places, strict=True)
-    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * waits.total_ms)
-    total = f"{_ms(waits.total_ms)} ms ({waits.total_ms / end:.1%})"
-    reading = f", the disk in {_ms(waits.reading_ms)}" if waits.reading_ms else ""
-    return f"The link waits {total}: {where}; the GPU works in {_ms(waits.working_ms)} of them{reading}."
 
 
 def _ms(value: float) -> str:

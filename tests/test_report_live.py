@@ -1,5 +1,6 @@
 """The report as a page that fills while a sweep writes: its answers, whom they are for, and when it is made again."""
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import pytest
 from tests import invoke, wait
 from tests.live import live
 from tests.results import case, plain, point
+from zinfer.commands.report import _state
+from zinfer.commands.results import choose
 from zinfer.core.errors import ENVIRONMENT, USAGE
 from zinfer.record.store import Header, Record, Store, encode
 from zinfer.report.live import LiveServer
@@ -142,13 +145,13 @@ def running(*arguments: Any) -> Iterator[str]:
 
 
 def test_nobody_waits_for_a_page_to_be_made() -> None:
-    made, going_on = list[str](), Event()
+    made, states, going_on = list[str](), iter(range(100)), Event()
 
     def make() -> str:
         made.append("page")
         return f"{len(made)}" if len(made) == 1 or going_on.wait(60) else ""
 
-    with running(make) as address:
+    with running(make, lambda: next(states)) as address:
         first = ask(address)
         wait(lambda: len(made) == 2)
         assert ask(address) == first
@@ -156,18 +159,35 @@ def test_nobody_waits_for_a_page_to_be_made() -> None:
         assert next_page(address, first).text >= "2"
 
 
-def test_pages_are_made_where_somebody_asks_and_not_too_often() -> None:
-    began = list[float]()
+def test_pages_are_made_where_somebody_asks_and_something_changed_and_not_too_often() -> None:
+    state, began = [0], list[float]()
 
     def make() -> str:
         began.append(monotonic())
         end = process_time() + 0.03
         while process_time() < end:
             pass
-        return str(len(began))
+        return str(state[0])
 
-    with running(make, 0.1) as address:
+    with running(make, lambda: state[0], 0.1) as address:
+        ask(address)
+        assert len(began) == 1, "nothing has changed"
+        state[0] = 1
         assert len(began) == 1, "nobody asks"
         while len(began) < 4:
             ask(address)
+            state[0] += 1
     assert all(later - earlier >= 0.3 for earlier, later in pairwise(began[1:]))
+
+
+def test_all_files_of_a_report_are_looked_at(tmp_path: Path) -> None:
+    part = tmp_path / "out-00001-of-00002.part"
+    part.write_text("1")
+    chosen = choose(part, None)
+    seen = [_state(chosen)]
+    for path, text in ((part, "12"), (tmp_path / "accuracy.jsonl", ""), (tmp_path / "machine.json", "{}")):
+        path.write_text(text)
+        seen.append(_state(chosen))
+    os.utime(part, (0, 0))
+    part.write_text("21")
+    assert len({frozenset(each) for each in [*seen, _state(chosen)]}) == 5

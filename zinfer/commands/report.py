@@ -1,6 +1,7 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
 import os
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -18,7 +19,7 @@ from zinfer.commands.verb import Failure, Verb
 from zinfer.core.errors import ENVIRONMENT, NOTHING, ZinferError
 from zinfer.record import study
 from zinfer.record.measurement import Recorded
-from zinfer.record.store import Records
+from zinfer.record.store import Records, files
 from zinfer.report import contents
 from zinfer.report.document import Document, html
 from zinfer.report.live import LiveServer
@@ -77,7 +78,19 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         raise Failure(why, ENVIRONMENT) from None
     os.nice(19)  # what is measured goes first
     say(f"the report is at {server.address}, until ctrl-C")
-    server.run(made)
+    server.run(made, lambda: _state(chosen))
+
+
+def _state(chosen: Chosen) -> set[tuple[Path, int, int]]:
+    """Return the files of a report, with their sizes and times."""
+    read = {file for root in chosen.roots() for file in files(root)}
+    folders = {*(file.parent for file in read), *filter(Path.is_dir, chosen.roots())}
+    state = set()
+    for file in read.union(*(folder.glob("*.json*") for folder in folders)):
+        with suppress(OSError):
+            stat = file.stat()
+            state.add((file, stat.st_size, stat.st_ctime_ns))
+    return state
 
 
 def _findings(chosen: Chosen, model: str | None) -> Findings:

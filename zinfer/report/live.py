@@ -51,16 +51,18 @@ class LiveServer(ThreadingTCPServer):
         self.address = f"http://127.0.0.1:{self.server_address[1]}/"
         self.asked = Event()
 
-    def run(self, make: Callable[[], str], share: float = SHARE) -> NoReturn:
-        """Answer with the page of `make`.
+    def run(self, make: Callable[[], str], state: Callable[[], object], share: float = SHARE) -> NoReturn:
+        """Answer with the page of `make`, again when `state` has changed.
 
         It is made in this thread, where somebody asks, in at most a `share` of the time; answers do not wait for it.
         """
+        seen = state()
         self.page = make().encode()
         Thread(target=self.serve_forever, daemon=True).start()
         while True:
             self.asked.wait()
             self.asked.clear()
-            began = process_time()
-            self.page = make().encode()
-            sleep((process_time() - began) / share)
+            if (now := state()) != seen:
+                began, seen = process_time(), now
+                self.page = make().encode()
+                sleep((process_time() - began) / share)

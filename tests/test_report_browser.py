@@ -3,6 +3,7 @@ paper."""
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -58,6 +59,7 @@ FAINT = """
   return found;
 })()
 """
+PICTURES = "[...document.images].map(one => one.complete && one.naturalWidth > 0)"
 OPEN = "document.querySelectorAll('details').forEach(one => { one.open = true })"
 # Margin boxes of the page rule: Chromium keeps those that it prints.
 MARGINS = """
@@ -113,19 +115,26 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_live_page_fills_while_points_are_appended(browser: Browser, tmp_path: Path) -> None:
-    words = "document.querySelector('main')?.innerText ?? ''"
-    with live(tmp_path, "results") as (address, _):
+    words = "document.querySelector('main').innerText"
+    with live(tmp_path, "results") as (address, process):
         seen = browser.open(address)
         assert "Nothing to show yet" in seen.ask("document.body.innerText")
         first = [measured for measured in sweep() if measured.case.offload == "none"]
         store(tmp_path / "results" / "a.jsonl", first)
         study.append(tmp_path / "results" / "reuse.jsonl", reuse_run(kept_point(64, 1, 2)))
         wait(lambda: "no alternative measured" in seen.ask(words))
-        place = seen.ask("scrollTo(0, 1e6); scrollY")
+        place = seen.ask(f"{OPEN}; scrollTo(0, 1e6); scrollY")
+        note = f"() => {{ shown = {PICTURES} }}"
+        seen.ask(f"new MutationObserver({note}).observe(document.lastChild, {{childList: true}})")
         store(tmp_path / "results" / "a.jsonl", [measured for measured in sweep() if measured not in first])
         wait(lambda: "fastest of 5 configurations" in seen.ask(words))
-        wait(lambda: seen.ask("scrollY") == place > 300)
+        assert seen.ask("scrollY") == place > 300
+        assert seen.ask("[...document.querySelectorAll('details')].map(one => one.open)") == [True]
+        assert seen.ask("shown") == [True], "no picture is still to come"
         assert browser.errors == ()
+        process.send_signal(signal.SIGINT)
+        wait(lambda: "has ended" in seen.ask("document.body.innerText"))
+        assert "fastest of 5 configurations" in seen.ask(words), "the last page stays"
 
 
 def is_committed(report: Path) -> bool:

@@ -69,7 +69,7 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
         except (Failure, ZinferError) as error:
             why = f"Nothing to show yet: {error}. This page looks again by itself."
             document = Document("Capacity report", why, ())
-        return html(document)
+        return html(document, live=True)
 
     try:
         server = LiveServer(port)

@@ -1,14 +1,15 @@
 """Document model of a report, and its HTML page in one file.
 
 Names of models and texts of errors come from anywhere, so blocks hold plain text only, and the page escapes all of it
-where it is written; its own policy forbids to load or run whatever slipped through. The only markup is a pair of
-backticks in a sentence, around words to be typed.
+where it is written; its own policy forbids to load or run whatever slipped through, and names the one script of a live
+page by its hash. The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from typing import Literal, NamedTuple, TypeVar
 
@@ -110,14 +111,22 @@ def table(
     return Table(caption, tuple(columns), tuple(rows))
 
 
-def html(document: Document) -> str:
-    """Return the page with its style and figures, without invisible characters."""
-    return printable(_template().render(document=document, style=Markup(_file("page.css"))))
+def html(document: Document, live: bool = False) -> str:
+    """Return the page with its style and figures, without invisible characters. A `live` one replaces itself."""
+    script = Markup(_file("page.js")) if live else ""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    style = Markup(_file("page.css"))
+    return printable(_template().render(document=document, style=style, script=script, digest=digest))
 
 
 def prose(text: str) -> Markup:
     """Return a sentence with its backticks as code and everything escaped."""
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def shell(text: str) -> Markup:
+    """Return shell lines that do not wrap within an option's name."""
+    return Markup(re.sub(r"(?<=\s)--?[A-Za-z][A-Za-z-]*", r"<span>\g<0></span>", str(escape(text))))
 
 
 def columned(numeric: bool, text: str = "") -> Markup:
@@ -129,7 +138,7 @@ def columned(numeric: bool, text: str = "") -> Markup:
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"prose": prose, "columned": columned, "form": lambda it: type(it).__name__}
+    environment.filters |= {"prose": prose, "shell": shell, "columned": columned, "form": lambda it: type(it).__name__}
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
     return environment.from_string(_file("page.html"))
 

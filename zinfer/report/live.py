@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Event, Thread
 from time import process_time, sleep
 from typing import NoReturn
 
-REFRESH_S = 15  # seconds after which a browser asks for the page again
 SHARE = 0.1  # of a core that may go into making pages: the machine is being measured
 
 # What browsers call this machine: another name that leads here may be of a site that reads along (DNS rebinding).
@@ -26,12 +26,14 @@ class _Answer(BaseHTTPRequestHandler):
         if self.path != "/":
             return self.send_error(404)
         self.server.asked.set()
-        self.send_response(200)
+        tag, page = self.server.page
+        known = self.headers.get("If-None-Match") == tag
+        self.send_response(304 if known else 200)
+        self.send_header("ETag", tag)
         self.send_header("Cache-Control", "no-cache")
         self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Refresh", str(REFRESH_S))  # the browser asks again by itself
         self.end_headers()
-        self.wfile.write(self.server.page)
+        self.wfile.write(b"" if known else page)
 
     def handle(self) -> None:
         with suppress(ConnectionError, TimeoutError):  # a browser that went away
@@ -57,12 +59,16 @@ class LiveServer(ThreadingTCPServer):
         It is made in this thread, where somebody asks, in at most a `share` of the time; answers do not wait for it.
         """
         seen = state()
-        self.page = make().encode()
+        self._show(make())
         Thread(target=self.serve_forever, daemon=True).start()
         while True:
             self.asked.wait()
             self.asked.clear()
             if (now := state()) != seen:
                 began, seen = process_time(), now
-                self.page = make().encode()
+                self._show(make())
                 sleep((process_time() - began) / share)
+
+    def _show(self, page: str) -> None:
+        content = page.encode()
+        self.page = f'"{sha256(content).hexdigest()[:16]}"', content

@@ -182,6 +182,8 @@ def test_a_sweep_yields_each_point_once_it_is_on_disk(here: Path, checkpoint: Ch
     assert [row | {"file": "r.jsonl"} for row in found.rows()] == exported
     assert not found.requests
     assert not found.rows(requests=True)
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(found.frame(), pandas.DataFrame)
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -42,6 +42,9 @@ from zinfer.system import local
 from zinfer.worker import process
 from zinfer.worker.process import WorkerError
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Command
+
+if TYPE_CHECKING:
+    import pandas
 
 AHEAD = 256  # rows that wait in the worker
 STREAM_S, TURN_S = 0.05, 1.0  # seconds of decoding between two answers of the worker, of a stream and else
@@ -331,6 +334,12 @@ class Results:
         """Return the rows of `zinfer export`: a dict a point, or a load of requests."""
         files = self.by_file.items()
         return export.request_table(files, goodput) if requests else export.table(files)
+
+    def frame(self, requests: bool = False) -> "pandas.DataFrame":
+        """Return `rows` as a frame of pandas. Raises ImportError without pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows(requests))
 
 
 def results(path: str | Path | None = None) -> Results:

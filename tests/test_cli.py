@@ -1,10 +1,12 @@
 """Commands from the user's side: each mistake gives one message and an exit code, never a traceback."""
 
+import io
 import json
 import re
 import shlex
 import shutil
 import signal
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +19,9 @@ import pytest
 from tests import Checkpoints, Patch, mentions, wait
 from tests.command import interrupted, small_files, started, zinfer, zinfer_process
 from zinfer.cli import FOREIGN_OPTIONS, VERBS
-from zinfer.commands.sweep import _check_settings
+from zinfer.commands.sweep import _announce, _check_settings
 from zinfer.commands.verb import GROUPS
+from zinfer.job.forecast import Outlook
 from zinfer.job.recipe import Sweep
 from zinfer.job.serve.server import listen
 from zinfer.record.store import Header, Records, Store, read
@@ -239,6 +242,23 @@ def test_an_old_file_without_a_setting_has_its_default() -> None:
     _check_settings(Path("out.jsonl"), Records(headers=(old,)), new, force=False)
     with pytest.raises(click.ClickException, match=r"recipe.gpu_weights: \[None\] -> \['50%'\]"):
         _check_settings(Path("out.jsonl"), Records(headers=(old,)), other, force=False)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "yes", "terminal", "asks"),
+    [(7200, False, True, True), (7200, True, True, False), (3000, False, True, False), (None, False, True, False),
+     (7200, False, False, False)],
+)  # fmt: skip
+def test_a_sweep_of_more_than_an_hour_asks_first_on_a_terminal(
+    seconds: float | None, yes: bool, terminal: bool, asks: bool, monkeypatch: Patch
+) -> None:
+    kind = type("Stream", (io.StringIO,), {"isatty": lambda _self: terminal})
+    monkeypatch.setattr("sys.stdin", kind("n\n"))
+    monkeypatch.setattr("sys.stderr", err := kind())
+    with pytest.raises(click.Abort) if asks else nullcontext():
+        line = _announce(Sweep(model=("m",)), Outlook(0, 9, False, seconds), yes)
+        assert mentions(line, "9 points", "at most 15 minutes")
+    assert ("Begin?" in err.getvalue()) == asks
 
 
 def test_a_sweep_of_a_model_alone_measures_what_decides(folder: Path) -> None:

@@ -30,6 +30,7 @@ from zinfer.record.store import Header, Records, Store, read
 from zinfer.system import local
 from zinfer.worker import process
 
+LONG_S = 3600  # seconds from which on a sweep asks first
 # Fields that choose what is measured: without any of them a sweep measures what `zinfer best` needs to decide.
 CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "requests", "request_lengths"}
 DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
@@ -70,6 +71,7 @@ RATES = options.comma_list("R,..", parse_option, "positive numbers with commas b
 @options.repeatable("--sla", "Level for goodput, as ttft:p99:<=:30s.", "LEVEL")
 @option("--rounds", options.COUNT, "Repeat all N times, loading anew.  [default: 1]")
 @option("--minutes", MINUTES, "Begin no point after N minutes.  [default: 15; of shards none]")
+@option("--yes", bool, "Begin a sweep of more than an hour without a question.")
 @options.load_options
 @options.weights
 @option("--repeats", options.COUNT, "Maximum runs per point.  [default: 3]")
@@ -192,7 +194,7 @@ def begin(
 def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard: Shard | None) -> sweep.Outcome:
     """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
     path, jobs, header, recorded = begin(plan, output, how, shard)
-    expected = _announce(plan, sweep.outlook(plan, jobs, recorded))
+    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     kept = f"every finished point is in {path}, `--resume` goes on"
     with Store(path) as store, Watch() as watch, watch.interruptible(kept):
@@ -208,13 +210,16 @@ def _measure(plan: Sweep, output: Path, debug: bool, how: dict[str, Any], shard:
     return outcome
 
 
-def _announce(plan: Sweep, outlook: Outlook) -> str:
-    """Return the line on the time of a sweep."""
+def _announce(plan: Sweep, outlook: Outlook, yes: bool) -> str:
+    """Return the line on the time of a sweep. On a terminal, ask before one of more than an hour."""
     seconds = outlook.seconds_left
     about = "a time that is not known" if seconds is None else f"about {duration(seconds)}"
     points = f"{'' if outlook.exact else 'about '}{counted(outlook.points - outlook.done, 'point')}"
     bound = f"at most {plan.minutes:g} minutes (--minutes)" if plan.minutes else "no limit (--minutes)"
-    return f"time: {about} for {points}, {bound}"
+    line = f"time: {about} for {points}, {bound}"
+    if (seconds or 0) > LONG_S and not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        click.confirm(f"{line}. Begin?", default=True, abort=True, err=True)
+    return line
 
 
 def _recorded(output: Path, resume: bool) -> Records:
@@ -304,4 +309,4 @@ def _print_plans(plan: Sweep, jobs: list[sweep.LoadJob], as_json: bool) -> None:
             lengths = "/".join(map(str, request_set.mean_lengths))
             room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
             say(f"{key.case.model} {key.case.label()}: {room}")
-    say(f"{counted(plan.rounds * len(jobs), 'load')}; {_announce(plan, sweep.outlook(plan, jobs))}")
+    say(f"{counted(plan.rounds * len(jobs), 'load')}; {_announce(plan, sweep.outlook(plan, jobs), yes=True)}")

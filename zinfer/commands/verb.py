@@ -24,7 +24,7 @@ GROUPS = {
     "Server": "serve served_names host port api_key max_queue max_body drain_s",
     "Decision": "objective gpu_hour_usd stated demand deadline utilisation spare calibrate",
     "Many machines": "shard merge cluster slurm_args ray",
-    "Output": "output form forms metric across as_json listed dry_run resume force quiet",
+    "Output": "output form forms metric across as_json listed dry_run resume force yes quiet",
 }
 OTHER = "Other"  # and groups of a single option
 NAMES = 22  # columns of names beside their texts; a longer name has a line of its own

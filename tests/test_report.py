@@ -113,6 +113,16 @@ def drawings(html: str) -> list[tuple[str, bytes]]:
     return [(unescape(words), b64decode(content)) for words, content in figures]
 
 
+def test_rows_say_what_was_measured_over_the_plan(tmp_path: Path, report: Report) -> None:
+    planned = {"step_ms": 0.95 * (point(case(8), 1.0).tpot_ms or 0), "host_bytes": 1e9, "ttft_ms": None}
+    measured = point(case(8), 1.0, host_peak_bytes=3_000_000_000, predicted=planned)
+    store(tmp_path / "results" / "h100" / "a.jsonl", [measured])
+    (row,) = Report(tmp_path / "results").rows("Results", "over the plan")
+    assert row["over the plan"] == "step 1.05x, host 3.00x (!)"
+    assert "over the plan" not in report.rows("Results", "batch")[0], "an empty column"
+    assert "zinfer plan --model MODEL --machine all --calibrate" in report.text
+
+
 def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signature(report: Report) -> None:
     row = report.summary
     assert row["model"] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"

@@ -37,6 +37,8 @@ _NAMES = {
     "nvme_bandwidth": "disk, read",
     "matmul_flops": "matrix product, bf16",
 }
+# Errors, as shares, of which nine in ten predictions of a time, and all of a peak of host memory, have less.
+PLAN_BAND, HOST_BAND = 0.2, 0.1
 DRAWN = 3  # models with a figure: `zinfer plot` draws all
 _PERCENTILES = ("p50", "p90", "p99")
 _TIMES: tuple[sla.Metric, ...] = ("ttft", "tpot")
@@ -44,8 +46,10 @@ _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
     f"few samples is left out: p90 needs {sla.needed('p90')}, p99 {sla.needed('p99')}. In the name of a configuration "
-    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. `zinfer plan --model MODEL "
-    "--machine all --calibrate` predicts other machines; with one of them, it says what bounds a step."
+    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Over the plan: what was "
+    f"measured over what was predicted before, with (!) where they differ by more than {PLAN_BAND:.0%}, in host memory "
+    f"by {HOST_BAND:.0%}. `zinfer plan --model MODEL --machine all --calibrate` predicts other "
+    "machines; with one of them, it says what bounds a step."
 )
 _REQUEST_TIMES = ("configuration", "time", "#mean", "#p50", "#p90", "#p99")
 _REQUEST_WORDS = (
@@ -137,6 +141,7 @@ def _tops(workload: WorkloadFindings, price: float | None) -> Table:
         "#link share": lambda point: f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         "#GPU peak": lambda point: gib(point.gpu_bytes) if point.gpu_bytes else "",
         "#host peak": lambda point: gib(point.host_peak_bytes) if point.host_peak_bytes else "",
+        "over the plan": over_the_plan,
         "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
     }
     if price is not None:
@@ -159,6 +164,18 @@ def _percentile(time: sla.Metric, name: str) -> Callable[[Measurement], str]:
         return duration(sla.statistic(values, name)) if enough else ""
 
     return cell
+
+
+def over_the_plan(point: Measurement) -> str:
+    """Return measured values over what the plan predicted: ``step 1.31x (!)``. Those beyond a band are marked."""
+    values = (
+        ("TTFT", point.mean_ttft_ms, "ttft_ms", PLAN_BAND),
+        ("step", point.tpot_ms, "step_ms", PLAN_BAND),
+        ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
+    )
+    known = ((name, value, point.predicted.get(key), band) for name, value, key, band in values)
+    ratios = ((name, value / planned, band) for name, value, planned, band in known if value and planned)
+    return ", ".join(f"{name} {ratio:.2f}x" + " (!)" * (abs(ratio - 1) > band) for name, ratio, band in ratios)
 
 
 def _failed(points: Points) -> Table:

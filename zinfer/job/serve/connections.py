@@ -97,15 +97,15 @@ class Connection(H11Protocol):
 class Listener(uvicorn.Server):
     """Server of uvicorn within the limit on open files. Signals are left to the caller."""
 
-    def __init__(self, app: Any, last_s: int) -> None:
-        """Serve `app`; at the end clients have `last_s` seconds to read their answers."""
+    def __init__(self, app: Any, last_s: float) -> None:
         connection: Any = partial(Connection, {}, max_connections())
         super().__init__(
             uvicorn.Config(
                 app, http=connection, log_level="error", access_log=False, lifespan="off", server_header=False,
-                ws="none", backlog=AT_ONCE, timeout_keep_alive=WHOLE_DAY_S, timeout_graceful_shutdown=last_s,
+                ws="none", backlog=AT_ONCE, timeout_keep_alive=WHOLE_DAY_S,
             )
         )  # fmt: skip
+        self._last_s = last_s
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,6 +115,18 @@ class Listener(uvicorn.Server):
         await super().startup(sockets)
         for bound in sockets or []:
             bound.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: clients have `last_s` seconds to read their answers, then connections are aborted."""
+        late = asyncio.get_running_loop().call_later(self._last_s, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def max_connections() -> int:

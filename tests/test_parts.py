@@ -46,7 +46,7 @@ def measure(plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None =
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", lambda *_limits: MACHINE)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        how = dict.fromkeys(("resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
+        how = dict.fromkeys(("yes", "resume", "force"), True) | dict.fromkeys(("nvme_path", "gpu_memory"))
         return _measure(plan, output, False, how, shard)
 
 

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -12,6 +14,8 @@ from zinfer.record.measurement import Measurement, Recorded, latest
 
 Points = Sequence[Measurement]
 P = TypeVar("P", bound=Recorded)
+CASES = 1 << 14  # cases whose load and order are kept: a report asks for them again and again
+load_of = lru_cache(CASES)(attrgetter("load"))
 Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]
 
 
@@ -112,10 +116,11 @@ def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[floa
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
     """Return points by load (the case at batch 1), batch sizes ascending."""
-    loads = group_by(sorted(points, key=lambda point: order(point.case)), lambda point: point.case.load)
+    loads = group_by(sorted(points, key=lambda point: order(point.case)), lambda point: load_of(point.case))
     return {load: tuple(load_points) for load, load_points in loads.items()}
 
 
+@lru_cache(CASES)
 def order(case: Case) -> tuple[str | int, ...]:
     """Return the sort key of cases: loads, then batch sizes."""
     load, offload = case.workload, get_args(Offload).index(case.offload)

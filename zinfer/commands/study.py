@@ -22,7 +22,7 @@ from zinfer.job import sweep
 from zinfer.job.accuracy import AccuracyStudy, describe, text_of
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted, Signals
-from zinfer.plan.planner import Plan
+from zinfer.plan.planner import Plan, make_plan
 from zinfer.record import study
 from zinfer.record.study import Failed, Reload, Study, Text
 from zinfer.system.local import RESULTS
@@ -184,8 +184,8 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
         jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
         if not jobs:
             raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
-        cases = [job.cases[0].with_batch(how["batch_size"]) for job in jobs]
-        return [(job.planner.at(case.workload), job.target) for job, case in zip(jobs, cases, strict=True)]
+        cases = [(job.cases[0].with_batch(how["batch_size"]), job.target) for job in jobs]
+        return [(make_plan(case, source.spec, machine, nvme_path), target) for case, target in cases]
 
     for choice in options.offload_choices(offload, gpu_weights):
         ((reference, target),) = plans(choice, {}, how["model"], source)

@@ -31,9 +31,7 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    days = sorted({point.started_at[:10] for point in findings.points if point.started_at})
-    when = f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}" if days else ""
-    subtitle = subject + (f"Measured {when}." if when else "")
+    subtitle = subject + _measured_with(findings.points)
     return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))
 
 
@@ -172,6 +170,14 @@ def _evidence(findings: Findings) -> Iterator[Block]:
     if versions := _versions(findings.points):
         text = "; ".join(f"{name} {', '.join(numbers)}" for name, numbers in versions.items())
         yield Text(f"Versions: {text}. Equal records give this report byte by byte.")
+
+
+def _measured_with(points: Points) -> str:
+    versions, days = _versions(points), sorted({point.started_at[:10] for point in points if point.started_at})
+    names = [f"{name} {', '.join(versions[name])}" for name in ("zinfer", "torch") if name in versions]
+    parts = [f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}"] if days else []
+    parts += [f"with {', '.join(names)}"] if names else []
+    return f"Measured {' '.join(parts)}." if parts else ""
 
 
 def _versions(points: Points) -> dict[str, list[str]]:

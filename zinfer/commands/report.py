@@ -1,5 +1,6 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
+import gc
 import os
 from contextlib import suppress
 from itertools import product
@@ -64,6 +65,7 @@ def _serve(chosen: Chosen, model: str | None, port: int, more: dict[str, Any]) -
     """Serve the report until a signal. Raises Failure if the port is taken."""
 
     def made() -> str:
+        gc.collect()  # figures are cycles, and `Chosen.read` exempts what is left of the last ones from collection
         try:
             document = contents.document(_findings(chosen, model)._replace(**more))
         except (Failure, ZinferError) as error:

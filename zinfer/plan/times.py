@@ -355,9 +355,9 @@ class Timing:
         hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
         unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
         limits["compute"] += work.between / placement.gpus / hbm
-        # A step's small kernels, which no bytes explain.
-        kernels = model.num_layers * RATES.kernel_s + sizes.code_layers * self.efficiency.expert_kernel_s
-        kernels *= tokens is not None and machine.gpu_count > 0
+        kernels = 0.0  # of a step: small ones, which no bytes explain
+        if tokens is not None and machine.gpu_count:
+            kernels = model.num_layers * RATES.kernel_s + sizes.code_layers * self.efficiency.expert_kernel_s
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
         if tokens is None and machine.gpu_count and placement.ring_depth:  # prefills are in no graph
             limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]

@@ -319,7 +319,7 @@ INLINE int offset_of(const matrix *m, float *unit) {
 
 /* Prepares `LANE` values of an input that codes multiply: as x = number * factor, of the `each` columns of a lane. A
    factor is a power of 2 that gives the largest number 15 bits: bf16 is exact where it is above 1/128 of that. */
-INLINE void prepare_lanes(const matrix *m, int each, input in, int64_t first, int offset, float unit) {
+INLINE void prepare_lanes(int each, input in, int64_t first, int offset, float unit) {
     const int64_t columns = each * LANES, at = first % columns;
     int8_t *upper = in.parts + 2 * (first - at) + (each == 8 ? at / 2 : at), *lower = upper + columns;
     float total = 0;
@@ -359,8 +359,8 @@ static void prepare(const matrix *m, input in, int64_t first, int64_t end) {
     if (end == m->columns)
         for (const int64_t all = padded(end); end < all; end++) in.values[end] = 0;
     for (int64_t c = first; c < end; c += LANE)
-        if (m->kind == codes8) prepare_lanes(m, 4, in, c, offset, unit);
-        else prepare_lanes(m, 8, in, c, offset, unit);
+        if (m->kind == codes8) prepare_lanes(4, in, c, offset, unit);
+        else prepare_lanes(8, in, c, offset, unit);
 }
 
 #if FAST

@@ -1,13 +1,13 @@
 """Queue of waiting requests: who begins next."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
 
 from zinfer.core.request import Request
-from zinfer.core.value import group_by
+from zinfer.generation import tuning
 
 R = TypeVar("R", bound=Request)
 
@@ -47,11 +47,20 @@ class Queue(Generic[R]):
 
     def add(self, rows: Iterable[R]) -> None:
         """Let rows wait."""
-        for lane, added in group_by(rows, self._lane).items():
-            self._rows |= {row.key: row for row in added}
+        new: dict[int, list[R]] = {}
+        for row in rows:
+            self._rows[row.key] = row
+            new.setdefault(self._lane(row), []).append(row)
+        for lane, added in new.items():
             if lane not in self._since:
                 self.turn(lane)
-            self._lanes[lane] = sorted([*self._lanes.get(lane, ()), *added], key=self._rank)
+            waiting = self._lanes.setdefault(lane, [])
+            if len(added) * tuning.TUNED.singly > len(waiting):
+                waiting += added
+                waiting.sort(key=self._rank)
+            else:
+                for row in added:
+                    insort(waiting, row, key=self._rank)
         self._front = []
 
     def remove(self, rows: Iterable[R]) -> None:

@@ -63,6 +63,9 @@ class Tuning:
     kept_spare: float = 0.02  # of the host's memory, which kept KV caches leave free
     max_snapshots: int = 8192  # in memory, each of which is a mapping: a process may have some 65,000
 
+    # Queue
+    singly: int = 16  # part (1 / n) of a sorted list below which entries are put in one by one, and not by sorting
+
     # Text
     settled: int = 16  # tokens after which the text before them is not decoded again
 
